@@ -1,0 +1,21 @@
+"""Twinstep: one PyTorch training step, written once, compiled whole for GPU and for TPU, and run on Kubernetes."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# The compiler needs torch and the control plane does without it, so its names are looked up only when asked for.
+_FROM_COMPILER = ("Runner", "StepCompiler", "compile")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FROM_COMPILER:
+        return getattr(importlib.import_module("twinstep.worker.compile"), name)
+    raise AttributeError(f"module 'twinstep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_FROM_COMPILER])

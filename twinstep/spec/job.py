@@ -1,0 +1,273 @@
+"""JobSpec: everything a user says about a job, frozen; what is derived from it lives elsewhere.
+
+Each field states its unit and meaning; unknown keys are refused. `twinstep schema` prints the JSON Schema.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, model_validator
+
+NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+NAME_MAX = 40  # leaves room for the suffixes that JobSet and Ray add to a 63-character DNS label
+INT32_MAX = 2**31 - 1
+
+
+def _number(value: Any) -> Any:
+    """Let through what YAML calls a number; a boolean or a string that looks like one is refused."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number, without quotes")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Count = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
+Width = Annotated[StrictInt, Field(ge=1, le=16384)]
+
+
+class Spec(BaseModel):
+    """Base of every part of a spec: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class DLRMv3Spec(Spec):
+    """DLRMv3: an HSTU transducer over a user's history and the candidates, with multitask heads."""
+
+    kind: Literal["dlrmv3"] = "dlrmv3"
+    """The model."""
+    embedding_dim: Width = 32
+    """E: floats per row of every embedding table."""
+    transducer_dim: Width = 64
+    """D: floats per token inside the transducer."""
+    num_layers: Annotated[StrictInt, Field(ge=1, le=64)] = 2
+    """STU layers."""
+    num_heads: Annotated[StrictInt, Field(ge=1, le=64)] = 2
+    """H: attention heads per layer."""
+    linear_dim: Width = 32
+    """V: value width per head."""
+    attention_dim: Width = 32
+    """A: query and key width per head."""
+    hidden_dim: Width = 64
+    """Hidden width of the preprocessor's and the item MLPs."""
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    """Probability of zeroing a value before a layer's output projection, in training."""
+
+
+class SplitSpec(Spec):
+    """How events are divided into training and held-out ones."""
+
+    by: Literal["time", "user"] = "time"
+    """`time`: the newest share of all events is held out; `user`: the newest share of each user's events."""
+    eval_fraction: Annotated[Number, Field(gt=0, lt=1)] = 0.2
+    """Share of the events held out."""
+
+
+class DataSpec(Spec):
+    """Which data, and how it becomes batches."""
+
+    dataset: Literal["ml-100k", "synthetic"] = "ml-100k"
+    """`ml-100k`: MovieLens-100K from the installed recbole distribution; `synthetic`: seeded zipf ids."""
+    split: SplitSpec = SplitSpec()
+    """Training and held-out events."""
+    label_threshold: Annotated[Number, Field(ge=0)] = 4.0
+    """Ratings from this one up are positive."""
+    batch_size: Annotated[StrictInt, Field(ge=1, le=65536)] = 32
+    """B: examples per step, over all devices."""
+    uih_len: Annotated[StrictInt, Field(ge=1, le=8192)] = 64
+    """U: newest events kept of a user's interaction history (UIH), per example."""
+    uih_budget: Annotated[StrictInt, Field(ge=1, le=8192)] | None = None
+    """UIH tokens per example on average: a batch holds exactly batch_size × uih_budget; null means uih_len."""
+    num_candidates: Annotated[StrictInt, Field(ge=1, le=1024)] = 8
+    """K: candidate slots per example."""
+    rows: dict[str, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
+    """Rows of a table by name, where more are wanted than the dataset needs."""
+    synthetic_events: Annotated[StrictInt, Field(ge=100, le=10_000_000)] = 20_000
+    """Events of the synthetic dataset; other datasets ignore it."""
+
+    @model_validator(mode="after")
+    def _budget_fits(self) -> DataSpec:
+        if self.uih_budget is not None and self.uih_budget > self.uih_len:
+            raise ValueError(
+                f"uih_budget {self.uih_budget} is more than uih_len {self.uih_len}: "
+                f"no history could fill it; give at most {self.uih_len}"
+            )
+        return self
+
+    @property
+    def uih_tokens(self) -> int:
+        """UIH tokens of one batch."""
+        return self.batch_size * (self.uih_budget or self.uih_len)
+
+
+class OptimizerSpec(Spec):
+    """What every optimizer has."""
+
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
+    """Weight decay, as torch.optim defines it for the kind."""
+    momentum: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    """SGD's momentum; other kinds refuse a value above 0."""
+    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Adam's and AdamW's decay rates; other kinds ignore them."""
+    eps: Annotated[Number, Field(gt=0)] = 1e-8
+    """Added to denominators."""
+
+    @model_validator(mode="after")
+    def _momentum_is_sgds(self) -> Self:
+        kind = getattr(self, "kind", "sgd")
+        if self.momentum and kind != "sgd":
+            raise ValueError(f"momentum is sgd's; kind is {kind}: leave momentum out, or set kind: sgd")
+        return self
+
+
+class DenseOptimizerSpec(OptimizerSpec):
+    """The optimizer of every parameter outside the embedding tables."""
+
+    kind: Literal["sgd", "adam", "adamw", "adagrad"] = "adam"
+    """The `torch.optim` optimizer."""
+    lr: Annotated[Number, Field(gt=0)] = 1e-3
+    """Learning rate."""
+
+
+class SparseOptimizerSpec(OptimizerSpec):
+    """The optimizer of the embedding tables."""
+
+    kind: Literal["sgd", "adam", "adamw", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
+    """A `torch.optim` optimizer, or rowwise_adagrad, which keeps one sum of squares per row."""
+    lr: Annotated[Number, Field(gt=0)] = 0.02
+    """Learning rate."""
+
+
+class OptimizersSpec(Spec):
+    """The two optimizers of a step."""
+
+    dense: DenseOptimizerSpec = DenseOptimizerSpec()
+    """For every parameter outside the embedding tables."""
+    sparse: SparseOptimizerSpec = SparseOptimizerSpec()
+    """For the embedding tables."""
+
+
+class CpuSpec(Spec):
+    """Host processors: a laptop, a smoke test."""
+
+    kind: Literal["cpu"] = "cpu"
+    """The accelerator."""
+    devices: Annotated[StrictInt, Field(ge=1, le=1)] = 1
+    """Devices the step is spread over; the CPU has one."""
+
+
+class TpuSpec(Spec):
+    """A GKE TPU slice, or several."""
+
+    kind: Literal["tpu"]
+    """The accelerator."""
+    generation: Literal["v4", "v5e", "v5p", "v6e", "v7x"]
+    """TPU generation."""
+    topology: Annotated[str, Field(pattern=r"^[1-9][0-9]*(x[1-9][0-9]*){1,2}$")]
+    """Chips along each axis of a slice: 2x2x1, 4x4x8, 8x16."""
+    slices: Count = 1
+    """Slices of that topology."""
+
+
+class GpuSpec(Spec):
+    """GPUs under Ray."""
+
+    kind: Literal["gpu"]
+    """The accelerator."""
+    model: Literal["h100", "h200", "b200", "a100", "l4"]
+    """GPU model."""
+    count: Count
+    """GPUs in all."""
+
+
+def _accelerator(value: Any) -> Any:
+    """Let `accelerator: cpu` stand for `accelerator: {kind: cpu}`."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
+Accelerator = Annotated[
+    Annotated[CpuSpec | TpuSpec | GpuSpec, Field(discriminator="kind")], BeforeValidator(_accelerator)
+]
+
+
+class CompileSpec(Spec):
+    """How the step is compiled."""
+
+    backend: Literal["inductor", "xla", "eager"] = "inductor"
+    """What lowers the captured graph; eager runs the step as PyTorch does, as reference."""
+    cache: StrictBool = True
+    """Keep compiled programs on disk and reuse them."""
+    cache_dir: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Directory of that cache; null means the user's cache directory."""
+
+
+class EmbeddingSpec(Spec):
+    """How tables are kept."""
+
+    engine: Literal["dense"] = "dense"
+    """`dense`: each table whole on each device, looked up by gather."""
+    init_std: Annotated[Number, Field(gt=0)] = 0.05
+    """Standard deviation of the normal that tables start from."""
+
+
+class TrainSpec(Spec):
+    """How long to train, and what to look at meanwhile."""
+
+    steps: Count = 400
+    """Steps; the data is gone through again as often as needed."""
+    eval_every: Annotated[StrictInt, Field(ge=0, le=INT32_MAX)] = 0
+    """Steps between evaluations on held-out data; 0: only at the end."""
+    eval_batches: Count | None = None
+    """At most so many batches an evaluation; null: the whole held-out part."""
+    log_every: Count = 1
+    """Steps between reported metrics."""
+    clip_norm: Annotated[Number, Field(gt=0)] | None = None
+    """Global norm that dense gradients are clipped to; null: not clipped."""
+    seed: Annotated[StrictInt, Field(ge=0, le=INT32_MAX)] = 0
+    """Seed of parameters, sample order and dropout."""
+
+
+class DebugSpec(Spec):
+    """Switches for looking closer."""
+
+    stop_on_nonfinite: StrictBool = True
+    """Fail the run when a loss is NaN or infinite, naming the step."""
+    save_graph: StrictBool = False
+    """Write the captured graph as text beside the run's files."""
+
+
+class RuntimeSpec(Spec):
+    """Where and within which bounds the worker runs."""
+
+    threads: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
+    """CPU threads of the worker; null: as many as the machine has processors."""
+    max_seconds: Annotated[Number, Field(gt=0)] | None = None
+    """Wall-clock limit of a run, in seconds; null: none."""
+    stop_grace_seconds: Annotated[Number, Field(gt=0, le=3600)] = 10.0
+    """Seconds between asking a worker to stop and killing it."""
+
+
+class JobSpec(Spec):
+    """One training job, as its user asks for it."""
+
+    name: Annotated[str, Field(min_length=1, max_length=NAME_MAX, pattern=NAME_PATTERN)]
+    """Lower-case letters, digits and '-', starting with a letter; at most 40 characters; need not be unique."""
+    model: DLRMv3Spec = DLRMv3Spec()
+    """The model and its sizes."""
+    data: DataSpec = DataSpec()
+    """The dataset and its batches."""
+    optimizers: OptimizersSpec = OptimizersSpec()
+    """Dense and sparse optimizer."""
+    accelerator: Accelerator = CpuSpec()
+    """cpu, or a tpu slice, or gpus."""
+    compile: CompileSpec = CompileSpec()
+    """Backend and cache."""
+    embedding: EmbeddingSpec = EmbeddingSpec()
+    """Engine of the tables."""
+    train: TrainSpec = TrainSpec()
+    """Length and evaluation."""
+    debug: DebugSpec = DebugSpec()
+    """Switches for looking closer."""
+    runtime: RuntimeSpec = RuntimeSpec()
+    """Threads and time limits."""
