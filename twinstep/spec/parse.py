@@ -52,11 +52,9 @@ def parse_spec(text: str | bytes, *, source: str = "spec") -> JobSpec:
             remedy="give the path of a job spec (examples/ has some)",
         )
     try:
-        data = yaml.load(raw.decode("utf-8"), Loader=_StrictLoader)  # noqa: S506: a subclass of SafeLoader
+        data = yaml.load(raw.decode("utf-8"), Loader=_StrictLoader)  # noqa: S506  a subclass of SafeLoader
     except UnicodeDecodeError as error:
-        raise SpecError(
-            f"{source} is not UTF-8 text (byte {error.start})", remedy="save it as UTF-8"
-        ) from None
+        raise SpecError(f"{source} is not UTF-8 text (byte {error.start})", remedy="save it as UTF-8") from None
     except RecursionError:
         raise SpecError(f"{source} is nested too deeply", remedy="a spec has at most three levels") from None
     except (yaml.YAMLError, ValueError) as error:
@@ -187,9 +185,7 @@ def _user_path(loc: Iterable[str | int], data: Mapping[str, Any]) -> tuple[str |
     parts = list(loc)
     for index, part in enumerate(parts):
         is_tag = out and out[-1] == "accelerator" and part in ("cpu", "tpu", "gpu") and index < len(parts)
-        is_type_note = isinstance(part, str) and (
-            "[" in part or part in ("constrained-int", "int", "float", "str")
-        )
+        is_type_note = isinstance(part, str) and ("[" in part or part in ("constrained-int", "int", "float", "str"))
         if not (is_tag or (is_type_note and not _has(data, [*out, part]))):
             out.append(part)
     return tuple(out)
@@ -197,7 +193,9 @@ def _user_path(loc: Iterable[str | int], data: Mapping[str, Any]) -> tuple[str |
 
 def _has(data: Any, path: list[str | int]) -> bool:
     for part in path:
-        if (isinstance(data, Mapping) and part in data) or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
+        if (isinstance(data, Mapping) and part in data) or (
+            isinstance(data, list) and isinstance(part, int) and part < len(data)
+        ):
             data = data[part]
         else:
             return False

@@ -14,9 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_RECORDS_PER_POST = 1000
 MAX_TEXT = 4096  # characters; a reason or message longer than this is cut by the worker
 
-_FROZEN = ConfigDict(
-    frozen=True, extra="ignore"
-)  # newer workers may say more than an older control plane knows
+_FROZEN = ConfigDict(frozen=True, extra="ignore")  # newer workers may say more than an older control plane knows
 
 
 class MetricRecord(BaseModel):
@@ -85,9 +83,7 @@ class RunSummary(BaseModel):
     train_s: float
     eval_s: float
     final_loss: float | None
-    auc: float | None = Field(
-        description="held-out AUC of the first task; null where only one class was seen"
-    )
+    auc: float | None = Field(description="held-out AUC of the first task; null where only one class was seen")
     ne: float | None = Field(description="held-out normalised entropy of the first task")
     eval_examples: int
     baselines: dict[str, BaselineScore] = Field(default_factory=dict)
