@@ -1,0 +1,216 @@
+"""Stage 2, capture: the user's own train step, forward, backward and optimizer update, as one graph of ATen ops.
+
+The graph is a pure function `(state…, learning rates…, batch…) → (state'…, outputs…)`: it mutates nothing. Two traces
+make it: the first runs the step on fake tensors, the second removes mutations (which the first cannot, since
+`requires_grad_()` is not allowed under functionalization) and applies the backend's decompositions. Between them the
+scalars that optimizers read back from tensors become tensor arithmetic again.
+
+What one graph cannot hold (control flow on data, a shape that depends on data) is a CaptureError that names the
+user's line. The live model and optimizers are not touched.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import Optimizer
+
+from twinstep.spec.errors import CaptureError, CompileError
+from twinstep.worker.compile.passes import FIRST_TRACE_PASSES, PASSES, lift_constants, run_passes
+from twinstep.worker.compile.state import TrainState
+
+TrainStep = Callable[..., Any]
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+_OURS = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTree:
+    """How the step's result is rebuilt from the graph's flat outputs."""
+
+    spec: pytree.TreeSpec
+    constants: tuple[tuple[int, Any], ...]
+    """Leaves that are no tensors (None, a name), by position; the same at every step."""
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the user's structure with `tensors` in place of its tensor leaves."""
+        constants = dict(self.constants)
+        flowing = iter(tensors)
+        count = len(tensors) + len(constants)
+        leaves = [constants[index] if index in constants else next(flowing) for index in range(count)]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A whole step as one functional graph."""
+
+    graph: fx.GraphModule
+    """Placeholders: state, learning rates, batch leaves, lifted constants. Outputs: new state, then user outputs."""
+    num_state: int
+    num_rates: int
+    num_batch: int
+    constants: tuple[Tensor, ...]
+    outputs: OutputTree
+    example: tuple[Tensor, ...]
+    """One tensor per placeholder: the shapes and dtypes the graph was made for."""
+
+    @property
+    def text(self) -> str:
+        """The graph as Python text."""
+        return str(self.graph.print_readable(print_output=False))
+
+
+def batch_leaves(batch: Any) -> tuple[list[Tensor], list[str], pytree.TreeSpec]:
+    """Return a batch's tensors, the path of each, and its structure.
+
+    Raises:
+        CompileError: a leaf is not a tensor.
+    """
+    with_paths, spec = pytree.tree_flatten_with_path(batch)
+    leaves, paths = [], []
+    for path, leaf in with_paths:
+        name = pytree.keystr(path).lstrip(".") or "batch"
+        if not isinstance(leaf, Tensor):
+            raise CompileError(
+                f"batch leaf {name} is {type(leaf).__name__}, not a tensor",
+                remedy="give tensors only: a Python value would be built into the program",
+            )
+        leaves.append(leaf.detach())
+        paths.append(name)
+    return leaves, paths, spec
+
+
+def capture(
+    train_step: TrainStep,
+    state: TrainState,
+    optimizer: Optimizer | Mapping[str, Optimizer] | None,
+    batch: Any,
+    decompositions: Decompositions,
+) -> Captured:
+    """Return the step as one functional graph.
+
+    Args:
+        train_step: called as `train_step(model, optimizer, batch)`, or `(model, batch)` where there is no optimizer.
+        batch: an example; its shapes and dtypes are built into the graph, its values are not read.
+        decompositions: ATen ops to write in simpler ones; what the backend lowers decides.
+
+    Raises:
+        CaptureError: the step does what one graph cannot hold; the message names file and line.
+    """
+    leaves, _, batch_spec = batch_leaves(batch)
+    num_state, num_rates = len(state.slots), len(state.learning_rates())
+    found: list[OutputTree] = []
+
+    def flat_step(*inputs: Tensor) -> list[Tensor]:
+        tensors, rates = inputs[:num_state], inputs[num_state : num_state + num_rates]
+        given = pytree.tree_unflatten(list(inputs[num_state + num_rates :]), batch_spec)
+        with state.swapped(tensors, rates) as swapped:
+            arguments = (state.model, given) if optimizer is None else (state.model, optimizer, given)
+            with torch.set_grad_enabled(True):
+                result = train_step(*arguments)
+            tree, outputs = _split_outputs(result)
+            found[:] = [tree]
+            return [*swapped.values(), *outputs]
+
+    example = [*state.tensors(), *state.learning_rates(), *leaves]
+    first = _first_trace(flat_step, example)
+    run_passes(first, FIRST_TRACE_PASSES)
+    _refuse_scalars(first)
+    second = make_fx(
+        functionalize(first, remove="mutations"), decomposition_table=dict(decompositions), tracing_mode="fake"
+    )(*example)
+    run_passes(second, PASSES)
+    constants = lift_constants(second)
+    return Captured(
+        graph=second,
+        num_state=num_state,
+        num_rates=num_rates,
+        num_batch=len(leaves),
+        constants=constants,
+        outputs=found[0],
+        example=(*example, *constants),
+    )
+
+
+def _first_trace(flat_step: Callable[..., list[Tensor]], example: list[Tensor]) -> fx.GraphModule:
+    # _is_compiling_flag makes Adam accept capturable=True on CPU and keep its step count a tensor; it is private, so
+    # the lock pins torch and tests hold every supported optimizer against eager.
+    compiling = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        with torch.compiler._non_strict_tracing_context(), torch.autograd.set_multithreading_enabled(False):
+            return make_fx(
+                flat_step, tracing_mode="fake", _allow_non_fake_inputs=True, record_stack_traces=True
+            )(*example)
+    except CompileError:
+        raise
+    except Exception as error:
+        raise _capture_error(error) from error
+    finally:
+        torch.compiler._is_compiling_flag = compiling
+
+
+def _split_outputs(result: Any) -> tuple[OutputTree, list[Tensor]]:
+    leaves, spec = pytree.tree_flatten(result)
+    tensors, constants = [], []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf.detach())
+        elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise CaptureError(
+                "the step returns a Python number read from a tensor (.item(), float(), int())",
+                remedy="return the tensor itself; read it after the step",
+            )
+        else:
+            constants.append((index, leaf))
+    return OutputTree(spec, tuple(constants)), tensors
+
+
+def _refuse_scalars(graph: fx.GraphModule) -> None:
+    """Raise CaptureError for the first number that is read from a tensor and used as a Python number."""
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten._local_scalar_dense.default:
+            raise CaptureError(
+                f"a tensor's value is read as a Python number{_where(node.meta.get('stack_trace'))}",
+                remedy="keep it a tensor: torch.where instead of if, tensor arithmetic instead of .item()",
+            )
+
+
+def _where(stack_trace: str | None) -> str:
+    """Return ` at FILE:LINE: source` of the last line of a node's stack that is the user's, or nothing."""
+    lines = (stack_trace or "").splitlines()
+    for index in range(len(lines) - 1, -1, -1):
+        text = lines[index].strip()
+        if text.startswith("File ") and _TORCH not in text and _OURS not in text:
+            source = lines[index + 1].strip() if index + 1 < len(lines) else ""
+            return f" at {text}: {source}"
+    return ""
+
+
+def _capture_error(error: Exception) -> CaptureError:
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OURS, "<"))]
+    place = f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
+    kind = type(error).__name__
+    if "DataDependent" in kind or "data-dependent" in str(error).lower():
+        return CaptureError(
+            f"the step's control flow or a shape depends on a tensor's values{place}",
+            remedy="use torch.where, or pad to a fixed shape and mask; read values outside the step",
+        )
+    first = (str(error).strip().splitlines() or [kind])[0][:300]
+    return CaptureError(
+        f"the step cannot be captured as one graph{place}: {kind}: {first}",
+        remedy="run it eagerly (compile.backend: eager) to see whether the step itself fails",
+    )

@@ -1,0 +1,139 @@
+"""Stage 5, lower with Inductor: CPU here, CUDA where there is one. State is updated in place, so no table is copied.
+
+Inductor's code asserts sizes and strides at each call but not dtypes; the Runner checks those before it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from twinstep.spec.errors import CompileError
+from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.state import TrainState
+
+aten = torch.ops.aten
+
+
+class InductorBackend:
+    """Lowers captured steps; the live tensors of `state` are what its programs read and write."""
+
+    name = "inductor"
+
+    def __init__(self, state: TrainState, *, cache: bool) -> None:
+        self._state = state
+        self._cache = cache
+
+    def decompositions(self) -> dict[Any, Callable[..., Any]]:
+        """Return the table Inductor expects its graphs to be decomposed with."""
+        return dict(select_decomp_table())
+
+    def lower(self, captured: Captured) -> InductorProgram:
+        """Compile `captured`.
+
+        Raises:
+            CompileError: Inductor refuses the graph; its first line is part of the message.
+        """
+        hits = counters["inductor"]["fxgraph_cache_hit"]
+        graph = write_back(captured)
+        # A ShapeEnv, or Inductor's cache on disk is passed over; static, or it would see symbols in every shape.
+        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in captured.example]
+        try:
+            with (
+                tracing(TracingContext(mode)),
+                # Random ops as ATen's, so that one seed gives eager's dropout masks.
+                config.patch(fx_graph_cache=self._cache, fallback_random=True),
+            ):
+                FakeTensorProp(graph, mode).propagate(*captured.example)
+                compiled = compile_fx_inner(graph, fakes)
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            raise CompileError(
+                f"Inductor cannot lower the step: {line}", remedy="set compile.backend: xla, or eager"
+            ) from error
+        cached = counters["inductor"]["fxgraph_cache_hit"] > hits
+        return InductorProgram(compiled, self._state, captured.constants, from_cache=cached)
+
+    def pull(self) -> None:
+        """Do nothing: the live tensors are the state."""
+
+
+class InductorProgram:
+    """A compiled step over the live state."""
+
+    def __init__(
+        self, compiled: Any, state: TrainState, constants: Sequence[Tensor], *, from_cache: bool
+    ) -> None:
+        self._compiled = compiled
+        self._state = state
+        self._constants = constants
+        self.from_cache = from_cache
+
+    def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
+        """Run one step: update the live state, return the user's outputs, flat."""
+        inputs = [*self._state.tensors(), *rates, *batch, *self._constants]
+        with torch.no_grad():
+            return list(self._compiled(inputs))  # empties the list it is given
+
+
+def write_back(captured: Captured) -> fx.GraphModule:
+    """Return the graph with new state copied over old at its end, and only the user's outputs returned.
+
+    A value that is (a view of) an old placeholder is cloned first: after the copies it would read what was written.
+    So is a user's output that is the new state itself: the next step would change it in the user's hands.
+    """
+    graph = fx.GraphModule(captured.graph, _copy(captured.graph.graph))
+    nodes = list(graph.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    output = nodes[-1]
+    results = list(output.args[0])
+    new_state, outputs = results[: captured.num_state], results[captured.num_state :]
+    old_roots = set(placeholders)
+    with graph.graph.inserting_before(output):
+        writes = []
+        for placeholder, new in zip(placeholders[: captured.num_state], new_state, strict=True):
+            if new is placeholder:
+                continue
+            if _root(new) in old_roots:
+                new = graph.graph.call_function(aten.clone.default, (new,))
+            writes.append((placeholder, new))
+        state_roots = old_roots | {_root(new) for _, new in writes}
+        returned = [
+            graph.graph.call_function(aten.clone.default, (value,)) if _root(value) in state_roots else value
+            for value in outputs
+        ]
+        for placeholder, new in writes:
+            graph.graph.call_function(aten.copy_.default, (placeholder, new))
+    output.args = (tuple(returned),)
+    graph.graph.lint()
+    graph.recompile()
+    return graph
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    result = new.graph_copy(graph, {})
+    new.output(result)
+    return new
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """Follow views back to the node that owns the memory."""
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        returns = node.target._schema.returns
+        if not (returns and returns[0].alias_info is not None and node.args and isinstance(node.args[0], fx.Node)):
+            return node
+        node = node.args[0]
+    return node

@@ -1,0 +1,128 @@
+"""CompileKey: every field that changes the program; two keys that differ say why a step is compiled again."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinstep.worker.compile.state import TrainState
+
+Shape = tuple[int, ...]
+TensorInfo = tuple[str, Shape, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileKey:
+    """What a compiled step was made for. Field order is the order in which reasons are given."""
+
+    sizes: tuple[tuple[str, int], ...]
+    """Named sizes of the batch, as the caller knows them: batch_size, uih_len, uih_budget, num_candidates."""
+    devices: int
+    """Devices the step is spread over."""
+    state: tuple[TensorInfo, ...]
+    """Name, shape and dtype of every parameter (tables among them), buffer and optimizer tensor."""
+    batch: tuple[TensorInfo, ...]
+    """Path, shape and dtype of every batch leaf."""
+    hyperparameters: tuple[str, ...]
+    """Optimizer settings that are built into the program (betas, eps, …); learning rates are not."""
+    training: bool
+    """Whether the model is in training mode: dropout, batch statistics."""
+    backend: str
+    step: str
+    """Digest of the train step's and the model's code."""
+    threads: int
+    """CPU threads: Inductor's code is made for a number of them."""
+    versions: tuple[tuple[str, str], ...]
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that stand for the key in logs and events."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+def reason(before: CompileKey | None, now: CompileKey) -> str:
+    """Say in one line why `now` needs a program although there is one for `before`."""
+    if before is None:
+        return "first compile"
+    for field in fields(CompileKey):
+        old, new = getattr(before, field.name), getattr(now, field.name)
+        if old != new:
+            return _difference(field.name, old, new)
+    return "same key"
+
+
+def _difference(field: str, old: Any, new: Any) -> str:
+    if field in ("sizes", "versions"):
+        was, is_now = dict(old), dict(new)
+        changed = [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]
+        return ", ".join(f"{name} {was.get(name, 'none')} → {is_now.get(name, 'none')}" for name in changed)
+    if field in ("state", "batch"):
+        was_info = {name: (shape, dtype) for name, shape, dtype in old}
+        now_info = {name: (shape, dtype) for name, shape, dtype in new}
+        changed = [name for name in {**was_info, **now_info} if was_info.get(name) != now_info.get(name)]
+        first = changed[0] if changed else "order"
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        kind = "tensor" if field == "state" else "batch leaf"
+        return f"{kind} {first} {_info(was_info.get(first))} → {_info(now_info.get(first))}{more}"
+    if field == "hyperparameters":
+        gone, came = sorted(set(old) - set(new)), sorted(set(new) - set(old))
+        return f"optimizer {', '.join(gone) or 'setting'} → {', '.join(came) or 'none'}"
+    if field == "step":
+        return "the train step's or the model's code changed"
+    return f"{field} {old} → {new}"
+
+
+def _info(info: tuple[Shape, str] | None) -> str:
+    return "none" if info is None else f"{list(info[0])} {info[1]}"
+
+
+def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
+    """Return what a key holds of a tensor."""
+    return name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def state_info(state: TrainState) -> tuple[TensorInfo, ...]:
+    """Return what a key holds of the state."""
+    tensors = state.tensors()
+    return tuple(
+        tensor_info(f"{slot.role}:{slot.name}", tensor) for slot, tensor in zip(state.slots, tensors, strict=True)
+    )
+
+
+def code_digest(*functions: Any) -> str:
+    """Return a digest of the functions' code and of the constants they close over."""
+    found = hashlib.sha256()
+    for function in functions:
+        code = getattr(function, "__code__", None)
+        found.update(getattr(function, "__qualname__", type(function).__qualname__).encode())
+        if code is not None:
+            found.update(code.co_code + repr(_plain(code.co_consts)).encode() + repr(code.co_names).encode())
+        for cell in getattr(function, "__closure__", None) or ():
+            found.update(repr(_plain((cell.cell_contents,))).encode())
+    return found.hexdigest()[:16]
+
+
+def _plain(constants: tuple[Any, ...]) -> list[Any]:
+    """Keep constants whose text is the same in every process; an object's text holds its address."""
+    return [each for each in constants if isinstance(each, bool | int | float | str | bytes | None)]
+
+
+def versions(names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Return the installed versions of distributions, by name."""
+    return tuple((name, importlib.metadata.version(name)) for name in names)
+
+
+def named_sizes(sizes: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
+    """Return sizes as a key holds them."""
+    return tuple((sizes or {}).items())
+
+
+def cpu_threads() -> int:
+    """Return the threads torch computes with."""
+    return torch.get_num_threads()

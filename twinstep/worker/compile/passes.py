@@ -1,0 +1,214 @@
+"""Stage 4, transform: graph passes, each small and named, in one declared order; the graph is verified after each.
+
+A pass takes a GraphModule, changes it in place and says how many nodes it changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from twinstep.spec.errors import CompileError
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One row of the table."""
+
+    name: str
+    run: Callable[[fx.GraphModule], int]
+    keeps_bits: bool
+    """Whether the graph's results stay equal bit for bit."""
+    why: str
+
+
+def run_passes(graph: fx.GraphModule, passes: tuple[Pass, ...]) -> dict[str, int]:
+    """Run `passes` in order; return how many nodes each changed.
+
+    Raises:
+        CompileError: a pass left a graph that is malformed; the message names the pass.
+    """
+    changed = {}
+    for each in passes:
+        changed[each.name] = each.run(graph)
+        try:
+            graph.graph.lint()
+        except RuntimeError as error:
+            raise CompileError(
+                f"the graph is malformed after pass {each.name!r}: {error}",
+                remedy="this is a bug of the pass; set compile.backend: eager meanwhile",
+            ) from error
+        graph.recompile()
+    return changed
+
+
+def drop_profiler_nodes(graph: fx.GraphModule) -> int:
+    """Remove the profiler marks that `optimizer.step()` records."""
+    marks = [node for node in graph.graph.nodes if str(node.target).startswith("profiler.")]
+    for node in reversed(marks):
+        if not node.users:
+            graph.graph.erase_node(node)
+    return len(marks)
+
+
+def unread_scalars(graph: fx.GraphModule) -> int:
+    """Turn `op(x, …, scalar=t.item())` into tensor arithmetic with the 0-d tensor `t`.
+
+    Adagrad, SGD and row-wise optimizers read a learning rate that is a tensor back into Python, since the ops they
+    use take numbers only: `x.addcdiv_(a, b, value=s)`, `x.add_(a, alpha=s)`, `x.mul_(s)`.
+    """
+    changed = 0
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or node.target not in _UNREAD:
+            continue
+        with graph.graph.inserting_before(node):
+            if _UNREAD[node.target](graph.graph, node):
+                changed += 1
+    for node in reversed(list(graph.graph.nodes)):
+        if node.target is aten._local_scalar_dense.default and not node.users:
+            graph.graph.erase_node(node)
+    return changed
+
+
+def _read_from(value: Any) -> fx.Node | None:
+    """Return the tensor node that `value`, an argument, was read from by `.item()`, if it was."""
+    if isinstance(value, fx.Node) and value.target is aten._local_scalar_dense.default:
+        source = value.args[0]
+        return source if isinstance(source, fx.Node) else None
+    return None
+
+
+def _with_quotient(graph: fx.Graph, node: fx.Node) -> bool:
+    scale = _read_from(node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None))
+    if scale is None:
+        return False
+    # Eager computes x + (value·a)/b in this order.
+    scaled = graph.call_function(aten.mul.Tensor, (node.args[1], scale))
+    other = graph.call_function(aten.div.Tensor, (scaled, node.args[2]))
+    _as_sum(node, aten.add_.Tensor if node.target is aten.addcdiv_.default else aten.add.Tensor, other)
+    return True
+
+
+def _with_product(graph: fx.Graph, node: fx.Node) -> bool:
+    scale = _read_from(node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None))
+    if scale is None:
+        return False
+    scaled = graph.call_function(aten.mul.Tensor, (node.args[1], scale))
+    other = graph.call_function(aten.mul.Tensor, (scaled, node.args[2]))
+    _as_sum(node, aten.add_.Tensor if node.target is aten.addcmul_.default else aten.add.Tensor, other)
+    return True
+
+
+def _with_scaled(graph: fx.Graph, node: fx.Node) -> bool:
+    scale = _read_from(node.kwargs.get("alpha"))
+    if scale is None:
+        return False
+    _as_sum(node, node.target, graph.call_function(aten.mul.Tensor, (node.args[1], scale)))
+    return True
+
+
+def _with_factor(graph: fx.Graph, node: fx.Node) -> bool:
+    scale = _read_from(node.args[1])
+    if scale is None:
+        return False
+    node.args = (node.args[0], scale)
+    node.target = {
+        aten.mul.Scalar: aten.mul.Tensor,
+        aten.mul_.Scalar: aten.mul_.Tensor,
+        aten.div.Scalar: aten.div.Tensor,
+        aten.div_.Scalar: aten.div_.Tensor,
+    }.get(node.target, node.target)
+    return True
+
+
+def _as_sum(node: fx.Node, target: Any, other: fx.Node) -> None:
+    node.target = target
+    node.args = (node.args[0], other)
+    node.kwargs = {}
+
+
+_UNREAD: dict[Any, Callable[[fx.Graph, fx.Node], bool]] = {
+    aten.addcdiv.default: _with_quotient,
+    aten.addcdiv_.default: _with_quotient,
+    aten.addcmul.default: _with_product,
+    aten.addcmul_.default: _with_product,
+    aten.add.Tensor: _with_scaled,
+    aten.add_.Tensor: _with_scaled,
+    aten.sub.Tensor: _with_scaled,
+    aten.sub_.Tensor: _with_scaled,
+    aten.mul.Tensor: _with_factor,
+    aten.mul_.Tensor: _with_factor,
+    aten.mul.Scalar: _with_factor,
+    aten.mul_.Scalar: _with_factor,
+    aten.div.Tensor: _with_factor,
+    aten.div_.Tensor: _with_factor,
+    aten.div.Scalar: _with_factor,
+    aten.div_.Scalar: _with_factor,
+}
+
+
+def drop_dead(graph: fx.GraphModule) -> int:
+    """Remove nodes that nobody reads."""
+    before = len(graph.graph.nodes)
+    graph.graph.eliminate_dead_code()
+    return before - len(graph.graph.nodes)
+
+
+def drop_detach(graph: fx.GraphModule) -> int:
+    """Remove `detach`: the graph holds its own backward, so there is nothing to detach from."""
+    nodes = [node for node in graph.graph.nodes if node.target is aten.detach.default]
+    for node in nodes:
+        node.replace_all_uses_with(node.args[0])
+        graph.graph.erase_node(node)
+    return len(nodes)
+
+
+FIRST_TRACE_PASSES = (
+    Pass("drop_profiler_nodes", drop_profiler_nodes, keeps_bits=True, why="marks of step() have no lowering"),
+    Pass("unread_scalars", unread_scalars, keeps_bits=False, why="a learning rate must stay an input, not a number"),
+)
+"""On the graph that still mutates, before functionalization."""
+
+PASSES = (
+    Pass("drop_detach", drop_detach, keeps_bits=True, why="a no-op that keeps backends from seeing through"),
+    Pass("drop_dead", drop_dead, keeps_bits=True, why="what nobody reads need not be compiled"),
+)
+"""On the functional graph."""
+
+
+def lift_constants(graph: fx.GraphModule) -> tuple[Tensor, ...]:
+    """Turn tensors that the graph holds as attributes into placeholders after all others; return them in order."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    lifted: dict[str, fx.Node] = {}
+    constants = []
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        name = str(node.target)
+        if name not in lifted:
+            value = _attribute(graph, name)
+            with graph.graph.inserting_after(placeholders[-1]):
+                lifted[name] = graph.graph.placeholder(f"constant_{len(lifted)}")
+            lifted[name].meta = dict(node.meta)
+            placeholders.append(lifted[name])
+            constants.append(value.detach())
+        node.replace_all_uses_with(lifted[name])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return tuple(constants)
+
+
+def _attribute(graph: fx.GraphModule, name: str) -> Tensor:
+    value: Any = graph
+    for part in name.split("."):
+        value = getattr(value, part)
+    if not isinstance(value, Tensor):
+        raise CompileError(
+            f"the graph holds {name}, a {type(value).__name__}, as a constant",
+            remedy="write the step without torch.cond or sub-graphs",
+        )
+    return value

@@ -1,0 +1,247 @@
+"""Stage 6, run and commit: a Runner is one compiled step; a StepCompiler keeps one per CompileKey and says why.
+
+    compiler = StepCompiler(train_step, model, optimizers, backend="inductor", on_event=print)
+    outputs = compiler(batch)      # compiles at a key not seen before, then runs
+    compiler.pull()                # before reading model.state_dict(): with XLA the state lives on the device
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from twinstep.spec.errors import CompileError
+from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
+from twinstep.worker.compile.key import (
+    CompileKey,
+    code_digest,
+    cpu_threads,
+    named_sizes,
+    reason,
+    state_info,
+    tensor_info,
+    versions,
+)
+from twinstep.worker.compile.state import Optimizers, TrainState
+
+BackendName = Literal["inductor", "xla", "eager"]
+MAX_RUNNERS = 8  # programs kept in memory; an executable and its workspace are tens of MB
+
+
+class Program(Protocol):
+    """What a backend makes of a captured step."""
+
+    from_cache: bool
+
+    def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]: ...
+
+
+class Backend(Protocol):
+    """What lowers captured steps and owns their state between steps."""
+
+    name: str
+
+    def decompositions(self) -> dict[Any, Callable[..., Any]]: ...
+
+    def lower(self, captured: Captured) -> Program: ...
+
+    def pull(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileEvent:
+    """One compile: why, how long, and whether a cache answered."""
+
+    name: Literal["compiled", "recompiled"]
+    reason: str
+    seconds: float
+    capture_seconds: float
+    backend: str
+    from_cache: bool
+    key: str
+    nodes: int
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+class Runner:
+    """One compiled step, for batches of one shape.
+
+    Calling it runs forward, backward and update, commits the new state, and returns the step's outputs in the
+    structure the user's function returned them in.
+    """
+
+    def __init__(
+        self, program: Program, captured: Captured, state: TrainState, key: CompileKey, batch_spec: pytree.TreeSpec
+    ) -> None:
+        self.key = key
+        self.captured = captured
+        self._program = program
+        self._state = state
+        self._batch_spec = batch_spec
+
+    def __call__(self, batch: Any) -> Any:
+        """Run one step on `batch`.
+
+        Raises:
+            CompileError: the batch differs from the example in structure, shape or dtype; nothing was changed.
+        """
+        leaves, paths, spec = batch_leaves(batch)
+        if spec != self._batch_spec:
+            raise CompileError(
+                "the batch's structure differs from the example's", remedy="give the fields the example had"
+            )
+        for path, leaf, (_, shape, dtype) in zip(paths, leaves, self.key.batch, strict=True):
+            if tensor_info(path, leaf)[1:] != (shape, dtype):
+                raise CompileError(
+                    f"batch leaf {path} is {list(leaf.shape)} {leaf.dtype}, compiled for {list(shape)} {dtype}",
+                    remedy="pad to the compiled shape, or call the StepCompiler, which compiles again",
+                )
+        outputs = self._program(self._state.learning_rates(), leaves)
+        return self.captured.outputs.rebuild(outputs)
+
+
+class StepCompiler:
+    """Compiles a train step for each shape it meets; all its programs share one state.
+
+    Args:
+        train_step: `(model, optimizer, batch) → outputs`, plain PyTorch: zero_grad, forward, backward, step.
+        optimizer: one, several by name, or None for a step that only evaluates (called as `(model, batch)`).
+        backend: what lowers the graph; `eager` calls `train_step` as it is.
+        cache_dir: directory of the cache on disk; None: no cache.
+        on_event: called with a CompileEvent after each compile.
+    """
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        model: nn.Module,
+        optimizer: Optimizers = None,
+        *,
+        backend: BackendName = "inductor",
+        devices: int = 1,
+        cache_dir: Path | None = None,
+        on_event: Callable[[CompileEvent], None] | None = None,
+        max_runners: int = MAX_RUNNERS,
+    ) -> None:
+        self._step = train_step
+        self._model = model
+        self._optimizer = optimizer
+        self._devices = devices
+        self._on_event = on_event
+        self._max_runners = max_runners
+        self._runners: OrderedDict[CompileKey, Runner] = OrderedDict()
+        self._last: CompileKey | None = None
+        self.backend_name = backend
+        self.compile_seconds = 0.0
+        self.state = TrainState(model, optimizer)
+        self._backend = _make_backend(backend, self.state, cache_dir)
+        self._versions = versions(("torch",) if backend == "inductor" else ("torch", "torchax", "jax", "jaxlib"))
+        self._code = code_digest(train_step, *(type(module).forward for module in model.modules()))
+
+    def __call__(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Any:
+        """Run one step, compiling first at a key not seen before; `sizes` names the batch's sizes for the reason."""
+        if self._backend is None:
+            arguments = (self._model, batch) if self._optimizer is None else (self._model, self._optimizer, batch)
+            return pytree.tree_map_only(Tensor, Tensor.detach, self._step(*arguments))
+        return self.runner(batch, sizes=sizes)(batch)
+
+    def runner(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Runner:
+        """Return the Runner for batches like `batch`, compiled now unless there is one.
+
+        Raises:
+            CompileError: the step cannot be captured or lowered; model and optimizer are as they were.
+        """
+        if self._backend is None:
+            raise CompileError("the eager backend compiles nothing", remedy="call the StepCompiler itself")
+        key = self.key(batch, sizes=sizes)
+        if key in self._runners:
+            self._runners.move_to_end(key)
+            self._last = key
+            return self._runners[key]
+        started = time.perf_counter()
+        captured = capture(self._step, self.state, self._optimizer, batch, self._backend.decompositions())
+        capture_seconds = time.perf_counter() - started
+        program = self._backend.lower(captured)
+        seconds = time.perf_counter() - started
+        runner = Runner(program, captured, self.state, key, batch_leaves(batch)[2])
+        event = CompileEvent(
+            name="compiled" if self._last is None else "recompiled",
+            reason=reason(self._last, key),
+            seconds=seconds,
+            capture_seconds=capture_seconds,
+            backend=self._backend.name,
+            from_cache=program.from_cache,
+            key=key.digest,
+            nodes=len(captured.graph.graph.nodes),
+            sizes=dict(key.sizes),
+        )
+        self._remember(key, runner)
+        self.compile_seconds += seconds
+        if self._on_event:
+            self._on_event(event)
+        return runner
+
+    def key(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> CompileKey:
+        """Return the CompileKey of a step on `batch` as model and optimizers stand now."""
+        leaves, paths, _ = batch_leaves(batch)
+        return CompileKey(
+            sizes=named_sizes(sizes),
+            devices=self._devices,
+            state=state_info(self.state),
+            batch=tuple(tensor_info(path, leaf) for path, leaf in zip(paths, leaves, strict=True)),
+            hyperparameters=self.state.hyperparameters(),
+            training=self._model.training,
+            backend=self.backend_name,
+            step=self._code,
+            threads=cpu_threads(),
+            versions=self._versions,
+        )
+
+    def pull(self) -> None:
+        """Bring the live model and optimizers up to date; with backends that work in place, nothing is to do."""
+        if self._backend is not None:
+            self._backend.pull()
+
+    def _remember(self, key: CompileKey, runner: Runner) -> None:
+        self._runners[key] = runner
+        self._last = key
+        while len(self._runners) > self._max_runners:
+            self._runners.popitem(last=False)
+
+
+def compile(  # noqa: A001  the product's word for it
+    train_step: TrainStep,
+    model: nn.Module,
+    optimizer: Optimizers,
+    example_batch: Any,
+    *,
+    target: Literal["inductor", "xla"] = "inductor",
+    cache_dir: Path | None = None,
+) -> Runner:
+    """Compile the whole training step (forward, backward, update) for batches like `example_batch`.
+
+    Raises:
+        CompileError: the step cannot be captured or lowered; model and optimizer are as they were.
+    """
+    return StepCompiler(train_step, model, optimizer, backend=target, cache_dir=cache_dir).runner(example_batch)
+
+
+def _make_backend(name: BackendName, state: TrainState, cache_dir: Path | None) -> Backend | None:
+    # Each backend's stack takes seconds to import, so only the one asked for is.
+    if name == "inductor":
+        from twinstep.worker.compile.inductor import InductorBackend
+
+        return InductorBackend(state, cache=cache_dir is not None)
+    if name == "xla":
+        from twinstep.worker.compile.xla import XlaBackend
+
+        return XlaBackend(state, cache_dir=cache_dir)
+    return None

@@ -1,0 +1,250 @@
+"""Stage 1, prepare: find everything a training step reads and writes, and lift it out of the module and the optimizers.
+
+Parameters (tied ones once), buffers and optimizer tensors become graph inputs and outputs; learning rates become
+0-d inputs, so that a schedule changes a number and not the program. Other hyperparameters are part of the program:
+`TrainState.hyperparameters` is what a CompileKey needs to know of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.optim import Optimizer
+
+from twinstep.spec.errors import CompileError
+
+Optimizers = Optimizer | Mapping[str, Optimizer] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor of the state."""
+
+    role: Literal["parameter", "buffer", "optimizer"]
+    name: str
+    """`layers.0.weight`, or `dense/exp_avg/layers.0.weight` for an optimizer's tensor."""
+
+
+def as_mapping(optimizer: Optimizers) -> dict[str, Optimizer]:
+    """Return one optimizer, several by name, or none, as a mapping by name."""
+    if optimizer is None:
+        return {}
+    return {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else dict(optimizer)
+
+
+class TrainState:
+    """The tensors behind a model and its optimizers, in one fixed order of slots.
+
+    Creating one fills in state that optimizers make lazily at their first step (momentum buffers, step counts);
+    values are those that eager PyTorch would start its first step from.
+
+    Raises:
+        CompileError: an optimizer holds a parameter that is not the model's, or state that is not a tensor.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizers) -> None:
+        self.model = model
+        self.optimizers = as_mapping(optimizer)
+        self._parameters = dict(model.named_parameters())
+        self._buffers = dict(model.named_buffers())
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for key, each in self.optimizers.items():
+            self._check_owned(key, each)
+            materialise(key, each)
+        self.slots = tuple(self._find_slots())
+
+    def _check_owned(self, key: str, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._names:
+                    raise CompileError(
+                        f"optimizer {key!r} holds a parameter of shape {list(parameter.shape)} that is not the model's",
+                        remedy="build the optimizer from model.parameters() of the very model that is compiled",
+                    )
+
+    def _find_slots(self) -> Iterator[Slot]:
+        for name in self._parameters:
+            yield Slot("parameter", name)
+        for name in self._buffers:
+            yield Slot("buffer", name)
+        for key, parameter, entry in self._optimizer_entries():
+            yield Slot("optimizer", f"{key}/{entry}/{self._names[id(parameter)]}")
+
+    def _optimizer_entries(self) -> Iterator[tuple[str, nn.Parameter, str]]:
+        for key, optimizer in self.optimizers.items():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    for entry in sorted(optimizer.state.get(parameter, {})):
+                        yield key, parameter, entry
+
+    def tensors(self) -> list[Tensor]:
+        """Return the live tensors in the order of `slots`: aliases without gradient, not copies."""
+        found = [parameter.detach() for parameter in self._parameters.values()]
+        found += [buffer.detach() for buffer in self.model.buffers()]
+        for key, parameter, entry in self._optimizer_entries():
+            found.append(self.optimizers[key].state[parameter][entry])
+        return found
+
+    def load(self, values: Sequence[Tensor]) -> None:
+        """Copy `values`, in the order of `slots`, into the live tensors."""
+        with torch.no_grad():
+            for live, value in zip(self.tensors(), values, strict=True):
+                live.copy_(value)
+
+    def learning_rates(self) -> list[Tensor]:
+        """Return each parameter group's learning rate now, as a 0-d float32 tensor."""
+        return [
+            torch.as_tensor(group["lr"], dtype=torch.float32)
+            for optimizer in self.optimizers.values()
+            for group in optimizer.param_groups
+        ]
+
+    def hyperparameters(self) -> tuple[str, ...]:
+        """Return what is built into the program of each parameter group: all but parameters and learning rate."""
+        found = []
+        for key, optimizer in self.optimizers.items():
+            for index, group in enumerate(optimizer.param_groups):
+                for entry, value in sorted(group.items()):
+                    if entry not in ("params", "lr", "initial_lr"):
+                        found.append(f"{key}[{index}].{entry}={value}")
+            found.append(f"{key}={type(optimizer).__name__}")
+        return tuple(found)
+
+    @contextlib.contextmanager
+    def swapped(self, tensors: Sequence[Tensor], learning_rates: Sequence[Tensor]) -> Iterator[SwappedState]:
+        """Let the model and its optimizers hold other tensors, in the order of `slots`, for the length of a block."""
+        count = len(self._parameters)
+        leaves = [
+            tensor.detach().clone().requires_grad_(live.requires_grad)
+            for tensor, live in zip(tensors, self._parameters.values(), strict=False)
+        ]
+        named = dict(zip(self._parameters, leaves, strict=True))
+        buffers = [tensor.clone() for tensor in tensors[count : count + len(self._buffers)]]
+        named.update(zip(self._buffers, buffers, strict=True))
+        rest = iter(tensors[count + len(self._buffers) :])
+        rates = iter(learning_rates)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_reparametrize_module(self.model, named, tie_weights=True))
+            entries: list[tuple[Optimizer, Tensor, str]] = []
+            for optimizer in self.optimizers.values():
+                entries += stack.enter_context(_swapped_optimizer(optimizer, self._names, named, rest, rates))
+            yield SwappedState(self.model, leaves, tuple(self._buffers), entries)
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedState:
+    """Tensors in place of the live ones; `values` reads what a step made of them."""
+
+    model: nn.Module
+    parameters: list[Tensor]
+    buffer_names: tuple[str, ...]
+    entries: list[tuple[Optimizer, Tensor, str]]
+
+    def values(self) -> list[Tensor]:
+        """Return the tensors in the order of the state's slots, as they are now."""
+        found = [parameter.detach() for parameter in self.parameters]
+        found += [self.model.get_buffer(name).detach() for name in self.buffer_names]
+        found += [optimizer.state[parameter][entry] for optimizer, parameter, entry in self.entries]
+        return found
+
+
+@contextlib.contextmanager
+def _swapped_optimizer(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    replacements: Mapping[str, Tensor],
+    state_values: Iterator[Tensor],
+    rates: Iterator[Tensor],
+) -> Iterator[list[tuple[Optimizer, Tensor, str]]]:
+    """Swap one optimizer's parameters, state and learning rates; set the switches that let a step be captured."""
+    groups, state = [dict(group) for group in optimizer.param_groups], optimizer.state
+    entries: list[tuple[Optimizer, Tensor, str]] = []
+    swapped: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+    for group in optimizer.param_groups:
+        parameters = [(live, replacements[names[id(live)]]) for live in group["params"]]
+        for live, leaf in parameters:
+            for entry in sorted(state.get(live, {})):
+                swapped[leaf][entry] = next(state_values).clone()
+                entries.append((optimizer, leaf, entry))
+        group["params"] = [leaf for _, leaf in parameters]
+        group["lr"] = next(rates)
+        # One tensor at a time: the list ops of foreach and the fused kernels have no place in an ATen graph.
+        # Capturable: the step count is read as a tensor, never as a Python number.
+        for switch, value in (("foreach", False), ("fused", False), ("capturable", True)):
+            if switch in group:
+                group[switch] = value
+    optimizer.state = swapped
+    try:
+        yield entries
+    finally:
+        optimizer.state = state
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+
+
+def materialise(key: str, optimizer: Optimizer) -> None:
+    """Make state that the optimizer would only create at its first step, without moving anything.
+
+    One step on zero gradients creates it; parameters and state that was there are then put back, and new state is
+    zeroed, which is what the first step of every supported optimizer starts from.
+
+    Raises:
+        CompileError: state is not a tensor, or its first step is special (SGD momentum with dampening).
+    """
+    for group in optimizer.param_groups:
+        if group.get("momentum") and group.get("dampening"):
+            raise CompileError(
+                f"optimizer {key!r} is SGD with momentum and dampening, whose first step differs from all others",
+                remedy="set dampening=0",
+            )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if all(optimizer.state.get(parameter) or not parameter.requires_grad for parameter in parameters):
+        _check_state(key, optimizer)
+        return
+    before = [parameter.detach().clone() for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
+    known = {
+        (id(parameter), entry): value.clone()
+        for parameter in parameters
+        for entry, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    try:
+        optimizer.step()
+    finally:
+        with torch.no_grad():
+            for parameter, value, gradient in zip(parameters, before, gradients, strict=True):
+                parameter.copy_(value)
+                parameter.grad = gradient
+                for entry, tensor in optimizer.state.get(parameter, {}).items():
+                    if (id(parameter), entry) in known:
+                        tensor.copy_(known[id(parameter), entry])
+                    elif isinstance(tensor, Tensor):
+                        tensor.zero_()
+    _check_state(key, optimizer)
+
+
+def _check_state(key: str, optimizer: Optimizer) -> None:
+    for entries in optimizer.state.values():
+        for entry in [name for name, value in entries.items() if value is None]:
+            del entries[entry]  # SGD without momentum keeps a momentum_buffer of None
+        for entry, value in entries.items():
+            if not isinstance(value, Tensor):
+                raise CompileError(
+                    f"optimizer {key!r} ({type(optimizer).__name__}) keeps {entry!r} as {_type(value)}, not as a tensor",
+                    remedy="use SGD, Adam, AdamW, Adagrad, RMSprop or RowWiseAdagrad",
+                )
+
+
+def _type(value: Any) -> str:
+    return f"{type(value).__name__} ({value!r})" if isinstance(value, int | float) else type(value).__name__

@@ -1,0 +1,188 @@
+"""Stage 5, lower with XLA: the captured ATen graph runs as JAX through torchax, under one jit with its state donated.
+
+State lives in JAX arrays between steps; `pull` copies it into the live module and optimizers, and a live tensor that
+someone wrote to since (a checkpoint load, say) is picked up before the next step. This module is the only one that
+imports torchax and jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torchax
+from jax.errors import JaxRuntimeError
+from torch import Tensor
+from torch._decomp import core_aten_decompositions
+
+from twinstep.spec.errors import CompileError, DataError
+from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.state import TrainState
+
+INT32 = torch.iinfo(torch.int32)
+
+
+class XlaBackend:
+    """Lowers captured steps and holds the state they share, on JAX's default device."""
+
+    name = "xla"
+
+    def __init__(self, state: TrainState, *, cache_dir: Path | None) -> None:
+        self._live = state
+        self.arrays: list[jax.Array] = []
+        self._versions: list[int] = []
+        self.key = jax.random.key(torch.initial_seed() % (1 << 63))
+        self._cache_dir = cache_dir
+
+    def decompositions(self) -> dict[Any, Callable[..., Any]]:
+        """Return core ATen: torchax lacks some backward ops as they are, and knows all of these."""
+        return dict(core_aten_decompositions())
+
+    def lower(self, captured: Captured) -> XlaProgram:
+        """Compile `captured`.
+
+        Raises:
+            CompileError: an op has no lowering, or XLA refuses the program.
+        """
+        self.push()
+        constants = [_to_jax(tensor) for tensor in captured.constants]
+        rates = [jnp.float32(0)] * captured.num_rates
+        start = captured.num_state + captured.num_rates
+        batch = [_to_jax(tensor) for tensor in captured.example[start : start + captured.num_batch]]
+        before = _cache_entries(self._cache_dir)
+        try:
+            with _cache_at(self._cache_dir):
+                lowered = jax.jit(_as_jax(captured), donate_argnums=0).lower(
+                    self.arrays, rates, batch, constants, self.key
+                )
+                compiled = lowered.compile()
+        except (JaxRuntimeError, RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            raise CompileError(
+                f"XLA cannot lower the step: {type(error).__name__}: {line}",
+                remedy="set compile.backend: inductor, or eager",
+            ) from error
+        cached = self._cache_dir is not None and _cache_entries(self._cache_dir) == before and before > 0
+        return XlaProgram(self, compiled, captured, constants, from_cache=cached)
+
+    def push(self) -> None:
+        """Bring to the device what changed in the live tensors since the last pull (at first: everything)."""
+        live = self._live.tensors()
+        versions = [tensor._version for tensor in live]
+        if not self.arrays:
+            self.arrays = [_to_jax(tensor) for tensor in live]
+        elif versions != self._versions:
+            for index, (tensor, before) in enumerate(zip(live, self._versions, strict=True)):
+                if tensor._version != before:
+                    self.arrays[index] = _to_jax(tensor)
+        self._versions = versions
+
+    def pull(self) -> None:
+        """Copy the device's state into the live module and optimizers."""
+        if self.arrays:
+            live = self._live.tensors()
+            with torch.no_grad():
+                for tensor, array in zip(live, self.arrays, strict=True):
+                    tensor.copy_(_to_torch(array, tensor.dtype))
+            self._versions = [tensor._version for tensor in live]
+
+
+class XlaProgram:
+    """A compiled step over the backend's arrays."""
+
+    def __init__(
+        self, backend: XlaBackend, compiled: Any, captured: Captured, constants: list[jax.Array], *, from_cache: bool
+    ) -> None:
+        self._backend = backend
+        self._compiled = compiled
+        self._constants = constants
+        results = captured.graph.graph.output_node().args[0]
+        self._dtypes = [node.meta["val"].dtype for node in results[captured.num_state :]]  # type: ignore[index, union-attr, operator]
+        self.from_cache = from_cache
+
+    def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
+        """Run one step: replace the device's state, return the user's outputs, flat.
+
+        Raises:
+            DataError: an integer of the batch does not fit the 32 bits XLA programs hold it in.
+        """
+        backend = self._backend
+        backend.push()
+        rate_arrays = [jnp.float32(rate.item()) for rate in rates]
+        batch_arrays = [_to_jax(tensor) for tensor in batch]
+        backend.arrays, outputs, backend.key = self._compiled(
+            backend.arrays, rate_arrays, batch_arrays, self._constants, backend.key
+        )
+        return [_to_torch(array, dtype) for array, dtype in zip(outputs, self._dtypes, strict=True)]
+
+
+def _as_jax(captured: Captured) -> Callable[..., Any]:
+    """Return the graph as a JAX function; the random key goes in and comes out, or masks would repeat."""
+    env = torchax.default_env()
+
+    def step(
+        state: list[jax.Array], rates: list[jax.Array], batch: list[jax.Array], constants: list[jax.Array], key: jax.Array
+    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+        with env.override_property(prng=key), env:
+            inputs = env.j2t_iso([*state, *rates, *batch, *constants])
+            results = env.t2j_iso(list(captured.graph(*inputs)))
+            next_key = env.prng_key
+        return results[: captured.num_state], results[captured.num_state :], next_key
+
+    return step
+
+
+def _to_jax(tensor: Tensor) -> jax.Array:
+    """Copy to JAX. A copy always: donating memory that torch owns too would free it under torch's hands."""
+    tensor = tensor.detach()
+    if tensor.dtype is torch.int64 and tensor.numel():
+        low, high = torch.aminmax(tensor)
+        if low < INT32.min or high > INT32.max:
+            raise DataError(
+                f"an integer tensor of shape {list(tensor.shape)} holds {int(low)}…{int(high)}; "
+                f"XLA programs hold integers in 32 bits",
+                remedy=f"map ids and times into {INT32.min}…{INT32.max} (seconds, not milliseconds)",
+            )
+    if tensor.dtype is torch.bfloat16:
+        return jnp.array(tensor.float().numpy(), dtype=jnp.bfloat16, copy=True)
+    return jnp.array(tensor.numpy(), copy=True)
+
+
+def _to_torch(array: jax.Array, dtype: torch.dtype) -> Tensor:
+    values = np.asarray(array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array)
+    return torch.from_numpy(np.array(values)).to(dtype)
+
+
+class _cache_at:  # noqa: N801  a context manager reads as a word
+    """Let JAX keep compiled programs in a directory, for the length of a block."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._wanted: dict[str, Any] = (
+            {"jax_enable_compilation_cache": False}
+            if directory is None
+            else {
+                "jax_enable_compilation_cache": True,
+                "jax_compilation_cache_dir": str(directory),
+                "jax_persistent_cache_min_compile_time_secs": 0.0,
+                "jax_persistent_cache_min_entry_size_bytes": -1,
+            }
+        )
+        self._before: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._before = {name: getattr(jax.config, name) for name in self._wanted}
+        for name, value in self._wanted.items():
+            jax.config.update(name, value)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
+            jax.config.update(name, value)
+
+
+def _cache_entries(directory: Path | None) -> int:
+    return sum(1 for _ in directory.glob("jit_step-*-cache")) if directory and directory.is_dir() else 0
