@@ -1,0 +1,89 @@
+"""What a control plane is told once, when it starts: where its data lies, where it listens, how much it may run.
+
+The command builds one Settings and hands it down; nothing else reads the environment or keeps settings of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+
+from twinstep.spec.errors import UnavailableError
+
+DEFAULT_PORT = 8765
+
+
+def default_data_dir(environ: Mapping[str, str]) -> Path:
+    """Return `TWINSTEP_DATA_DIR` where set, else the user's data directory by the XDG rule."""
+    if given := environ.get("TWINSTEP_DATA_DIR"):
+        return Path(given).expanduser()
+    base = environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser() / "twinstep"
+
+
+def _worker_command() -> tuple[str, ...]:
+    return (sys.executable, "-m", "twinstep", "train")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Settings of one control plane."""
+
+    data_dir: Path
+    """Directory of the database and of every run's files; made (mode 0700) where missing."""
+    database_url: str = ""
+    """SQLAlchemy URL; empty means SQLite in `data_dir`."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Loopback only: there is no login yet."""
+    port: int = DEFAULT_PORT
+    """TCP port; 0 takes a free one."""
+    max_parallel_runs: int = 1
+    """Runs the local backend starts at once; others wait in the order they came."""
+    reconcile_seconds: float = 0.5
+    """Seconds between two looks at what runs; a submit or a cancel is looked at at once."""
+    stream_seconds: float = 0.25
+    """Seconds between two looks of a live stream."""
+    worker_command: tuple[str, ...] = field(default_factory=_worker_command)
+    """Command of a worker, to which the path of its spec is added."""
+
+    def __post_init__(self) -> None:
+        if not is_loopback(self.host):
+            raise UnavailableError(
+                f"host {self.host!r} is not a loopback address, and there is no login to protect any other",
+                remedy="listen on 127.0.0.1 and reach it from afar through `ssh -L`",
+            )
+        if not 0 <= self.port <= 65535:
+            raise UnavailableError(f"port {self.port} is no TCP port", remedy="give a port from 1024 to 65535")
+        if self.max_parallel_runs < 1:
+            raise UnavailableError(
+                f"max_parallel_runs is {self.max_parallel_runs}: no run could ever start", remedy="give 1 or more"
+            )
+
+    @property
+    def url(self) -> str:
+        """Where this control plane answers."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def database(self) -> str:
+        """SQLAlchemy URL of the database."""
+        return self.database_url or f"sqlite:///{self.data_dir / 'twinstep.db'}"
+
+    @property
+    def runs_dir(self) -> Path:
+        """Directory with one directory per run."""
+        return self.data_dir / "runs"
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether `host` names this machine's loopback interface; no name but localhost is looked up."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,188 @@
+"""Take in a worker's records: each exactly once, in order, whatever way they were split, doubled or mixed up.
+
+The rule is the count: a record is stored iff its `seq` is the next the run has not seen, and the count moves in the
+same transaction. A final run still takes late records; they never move its state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, insert, select, update
+from sqlalchemy.dialects.postgresql import insert as postgresql_insert
+from sqlalchemy.dialects.sqlite import insert as sqlite_insert
+
+from twinstep.platform.store.moves import write_move
+from twinstep.platform.store.tables import EventRow, MetricRow, RunRow
+from twinstep.spec.errors import NotFoundError
+from twinstep.spec.report import EventRecord, MetricRecord, ProgressRecord, Record, ResultRecord
+from twinstep.spec.states import FINAL, RunState
+
+MAX_NAME = 200  # characters of a metric's name, as its column has it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ingested:
+    """What became of a batch."""
+
+    job_id: str
+    acked: int
+    """Every record up to this seq is stored."""
+    stored: int
+    """Records of this batch that were new."""
+    cancel: bool
+    """Somebody asked for the run to stop."""
+    lost: tuple[tuple[int, int], ...] = ()
+    """First and last seq of each gap that was skipped."""
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What a batch comes to, before it is written."""
+
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    run: dict[str, Any] = field(default_factory=dict)
+
+
+def ingest(
+    connection: Connection,
+    run_id: str,
+    records: Sequence[Record],
+    *,
+    now: float,
+    skip_gaps: bool,
+    dialect: str,
+) -> Ingested:
+    """Store those of `records` that are next in line, in the caller's transaction.
+
+    A record already stored is passed over. At a gap the batch ends and the sender is told where to go on; with
+    `skip_gaps` (the sender is gone for good) the gap is left behind and told of in an event.
+
+    Raises:
+        NotFoundError: no such run.
+    """
+    run = connection.execute(
+        select(
+            RunRow.job_id, RunRow.state, RunRow.version, RunRow.acked_seq, RunRow.started_at, RunRow.cancel_requested_at
+        )
+        .where(RunRow.id == run_id)
+        .with_for_update()
+    ).one_or_none()
+    if run is None:
+        raise NotFoundError(f"there is no run {run_id!r}", remedy="report with the id the worker was started with")
+    acked, stored, rows, lost = run.acked_seq, 0, _Rows(), []
+    for record in records:
+        if record.seq <= acked:
+            continue
+        if record.seq > acked + 1:
+            if not skip_gaps:
+                break
+            lost.append((acked + 1, record.seq - 1))
+        acked, stored = record.seq, stored + 1
+        _collect(record, rows, run_id=run_id, job_id=run.job_id)
+    if stored:
+        rows.events.extend(_lost_event(run.job_id, run_id, now, gap) for gap in lost)
+        _write(connection, run_id, rows, acked=acked, now=now, dialect=dialect)
+        if RunState(run.state) in (RunState.STARTING, RunState.RESTARTING):
+            write_move(
+                connection,
+                run_id=run_id,
+                job_id=run.job_id,
+                now=RunState(run.state),
+                to=RunState.RUNNING,
+                version=run.version,
+                reason="its worker reports",
+                actor="worker",
+                time=now,
+                changes={},
+            )
+    return Ingested(
+        job_id=run.job_id,
+        acked=acked,
+        stored=stored,
+        cancel=run.cancel_requested_at is not None and RunState(run.state) not in FINAL,
+        lost=tuple(lost),
+    )
+
+
+def _collect(record: Record, rows: _Rows, *, run_id: str, job_id: str) -> None:
+    if isinstance(record, MetricRecord):
+        for name, value in record.values.items():
+            rows.metrics.append(
+                {
+                    "run_id": run_id,
+                    "step": record.step,
+                    "time": record.time,
+                    "name": name[:MAX_NAME],
+                    "value": _finite(value),
+                }
+            )
+    elif isinstance(record, EventRecord):
+        rows.events.append(
+            {
+                "job_id": job_id,
+                "run_id": run_id,
+                "time": record.time,
+                "name": record.name,
+                "actor": "worker",
+                "reason": record.reason,
+                "data": clean(record.data),
+            }
+        )
+    elif isinstance(record, ProgressRecord):
+        rows.run["progress"] = clean(record.model_dump(exclude={"kind", "seq"}))
+    elif isinstance(record, ResultRecord):
+        rows.run["summary"] = _clean_summary(record.summary.model_dump())
+
+
+def _write(connection: Connection, run_id: str, rows: _Rows, *, acked: int, now: float, dialect: str) -> None:
+    connection.execute(update(RunRow).where(RunRow.id == run_id).values(acked_seq=acked, heartbeat_at=now, **rows.run))
+    if rows.events:
+        connection.execute(insert(EventRow), rows.events)
+    if rows.metrics:
+        # A step told twice (a worker that went back to a checkpoint) keeps its first number: cursors only go forward.
+        build = sqlite_insert if dialect == "sqlite" else postgresql_insert
+        connection.execute(build(MetricRow).on_conflict_do_nothing(), rows.metrics)
+
+
+def _lost_event(job_id: str, run_id: str, now: float, gap: tuple[int, int]) -> dict[str, Any]:
+    first, last = gap
+    return {
+        "job_id": job_id,
+        "run_id": run_id,
+        "time": now,
+        "name": "reports_lost",
+        "actor": "scheduler",
+        "reason": f"reports {first} to {last} are not in the run's spool file",
+        "data": {"first": first, "last": last},
+    }
+
+
+def clean(value: Any) -> Any:
+    """Return plain data with every number that JSON cannot hold as null, and no NUL characters in text."""
+    if isinstance(value, float):
+        return _finite(value)
+    if isinstance(value, str):
+        return value.replace("\0", "")  # PostgreSQL stores none
+    if isinstance(value, dict):
+        return {key.replace("\0", ""): clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(item) for item in value]
+    return value
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _clean_summary(summary: dict[str, Any]) -> dict[str, Any]:
+    """Clean a summary; what may not be null there (a rate over no time at all, say) becomes 0."""
+    nullable = ("final_loss", "auc", "ne")
+    return {
+        name: 0.0 if value is not None and item is None and name not in nullable else item
+        for (name, value), item in zip(summary.items(), clean(summary).values(), strict=True)
+    }

@@ -1,0 +1,156 @@
+"""What is read out of the store, frozen: jobs, runs, events, metric points. The API answers with these very models.
+
+Times are Unix seconds. No secret is ever a field here: a run's token stays behind in its table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from twinstep.spec.report import RunSummary
+from twinstep.spec.states import FINAL, RunState
+
+
+class View(BaseModel):
+    """Base: frozen, and each field's docstring is its description in the API."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class Progress(View):
+    """Where a worker says it is."""
+
+    time: float
+    """When it said so, on the worker's clock."""
+    phase: str
+    """starting, compiling, training, evaluating or done."""
+    step: int
+    """Steps done."""
+    total_steps: int
+    """Steps in all."""
+    examples_per_s: float | None = None
+    """Training examples per second, lately."""
+    eta_s: float | None = None
+    """Seconds to the last step."""
+
+
+class _Standing(View):
+    """What a run and its job share."""
+
+    state: RunState
+    """State of the run; of a job: of its newest run."""
+    reason: str
+    """Why it is in that state, in one sentence."""
+    created_at: float
+    """When it was submitted."""
+    started_at: float | None = None
+    """When it was first started."""
+    finished_at: float | None = None
+    """When it came to its final state."""
+    heartbeat_at: float | None = None
+    """When the worker was last heard of."""
+    cancel_requested_at: float | None = None
+    """When somebody asked for it to stop."""
+    progress: Progress | None = None
+    """The newest progress report."""
+    summary: RunSummary | None = None
+    """What the finished run said of itself."""
+
+    @property
+    def is_final(self) -> bool:
+        """Say whether nothing will change any more."""
+        return self.state in FINAL
+
+
+class Run(_Standing):
+    """One attempt to execute a job."""
+
+    id: str
+    """`run-…`."""
+    job_id: str
+    """The job it belongs to."""
+    attempt: int
+    """1 for the first start."""
+    version: int
+    """Grows with every change of state; guards against two writers."""
+    acked_seq: int = 0
+    """Reports stored so far."""
+
+
+class Job(_Standing):
+    """What a user submitted, with the state of its newest run."""
+
+    id: str
+    """`job-…`."""
+    name: str
+    """The name its spec gives."""
+    run_id: str
+    """Its newest run."""
+    attempt: int
+    """Which attempt that run is."""
+    backend: str = Field(description="The spec's compile.backend.")
+    accelerator: str = Field(description="The spec's accelerator.kind.")
+
+
+class JobDetail(Job):
+    """A job with its spec."""
+
+    spec: dict[str, Any]
+    """The JobSpec, defaults filled in."""
+
+
+class Event(View):
+    """Something that happened once."""
+
+    id: int
+    """Cursor: ask for events after it."""
+    job_id: str
+    run_id: str | None
+    time: float
+    name: str
+    """submitted, state_changed, cancel_requested; or a worker's: compiled, recompiled, evaluated, …"""
+    actor: str
+    """Who did it: user, scheduler or worker."""
+    reason: str
+    """One sentence for people."""
+    data: dict[str, Any]
+    """Details; of state_changed: `from` and `to`."""
+
+
+class MetricPoint(View):
+    """One number of one step."""
+
+    id: int
+    """Cursor: ask for points after it."""
+    run_id: str
+    step: int
+    time: float
+    name: str
+    value: float | None
+    """null where it is undefined or was not finite."""
+
+
+class JobPage(View):
+    """Some jobs, newest first."""
+
+    items: list[Job]
+    next_cursor: str | None = None
+    """Give it as `cursor` for the next page; null on the last one."""
+
+
+class EventPage(View):
+    """Some events, oldest first."""
+
+    items: list[Event]
+    next_after: int
+    """Give it as `after` to go on."""
+
+
+class MetricPage(View):
+    """Some metric points, in the order they were stored."""
+
+    items: list[MetricPoint]
+    next_after: int
+    """Give it as `after` to go on."""

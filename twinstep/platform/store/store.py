@@ -1,0 +1,320 @@
+"""Jobs, runs, events and metrics: everything the control plane remembers, behind short transactions.
+
+A run changes its state in one place, `move`: guarded by version, checked against the table of moves, with its event
+in the same transaction. Nothing here starts a process, reads a run's files or waits for anything but the database.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row, Select, func, insert, select, update
+
+from twinstep.platform.store.database import Database
+from twinstep.platform.store.ids import new_id
+from twinstep.platform.store.ingest import Ingested, ingest
+from twinstep.platform.store.moves import add_event, write_move
+from twinstep.platform.store.records import (
+    Event,
+    EventPage,
+    Job,
+    JobDetail,
+    JobPage,
+    MetricPage,
+    MetricPoint,
+    Run,
+)
+from twinstep.platform.store.tables import EventRow, JobRow, MetricRow, RunRow
+from twinstep.spec.errors import NotFoundError
+from twinstep.spec.job import JobSpec
+from twinstep.spec.report import Record
+from twinstep.spec.states import FINAL, LIVE, RunState, check_move
+
+_RUN_FIELDS = [getattr(RunRow, name) for name in Run.model_fields]
+_STANDING = [getattr(RunRow, name) for name in Job.model_fields if hasattr(RunRow, name) and name != "id"]
+
+
+class Changes:
+    """Counts changes per job, so that a follower asks the database only when there is something new.
+
+    In memory: it knows of this process's writes only, and followers look by themselves now and then.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def bump(self, job_id: str) -> None:
+        """Note that something about the job changed."""
+        with self._lock:
+            self._counts[job_id] = self._counts.get(job_id, 0) + 1
+
+    def count(self, job_id: str) -> int:
+        """Return a number that differs from the one before whenever something changed."""
+        return self._counts.get(job_id, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """A run that is not final, with what its backend needs to know."""
+
+    run: Run
+    spec: JobSpec
+
+
+class Store:
+    """The control plane's memory, on one database."""
+
+    def __init__(self, url: str) -> None:
+        """Open the database at `url`, making or migrating its tables.
+
+        Raises:
+            UnavailableError: it cannot be used.
+        """
+        self._database = Database(url)
+        self.changes = Changes()
+
+    def close(self) -> None:
+        """Close the database."""
+        self._database.close()
+
+    # ---- jobs ----
+
+    def create_job(self, spec: JobSpec, *, actor: str = "user") -> JobDetail:
+        """Store a job, its first run (`pending`) and the event of it, all or nothing."""
+        now, job_id, run_id = time.time(), new_id("job"), new_id("run")
+        reason = "submitted; the scheduler has not looked at it yet"
+        with self._database.write() as connection:
+            connection.execute(
+                insert(JobRow).values(id=job_id, name=spec.name, spec=spec.model_dump(mode="json"), created_at=now)
+            )
+            connection.execute(
+                insert(RunRow).values(
+                    id=run_id,
+                    job_id=job_id,
+                    attempt=1,
+                    state=RunState.PENDING,
+                    reason=reason,
+                    version=1,
+                    created_at=now,
+                    acked_seq=0,
+                )
+            )
+            add_event(
+                connection,
+                job_id=job_id,
+                run_id=run_id,
+                time=now,
+                name="submitted",
+                actor=actor,
+                reason=f"job {spec.name} was submitted",
+                data={"to": RunState.PENDING},
+            )
+        self.changes.bump(job_id)
+        return self.job(job_id)
+
+    def job(self, job_id: str) -> JobDetail:
+        """Return a job with its spec and the standing of its newest run, or raise NotFoundError."""
+        with self._database.read() as connection:
+            row = connection.execute(_jobs().where(JobRow.id == job_id)).one_or_none()
+        if row is None:
+            raise NotFoundError(f"there is no job {job_id!r}", remedy="list the jobs: twinstep ls, or GET /v1/jobs")
+        return JobDetail.model_validate(_job_fields(row) | {"spec": row.spec})
+
+    def jobs(self, *, limit: int = 50, cursor: str | None = None, state: RunState | None = None) -> JobPage:
+        """Return jobs, newest first; `cursor` is the id after which the page begins."""
+        query = _jobs().order_by(JobRow.id.desc()).limit(limit + 1)
+        if cursor is not None:
+            query = query.where(JobRow.id < cursor)
+        if state is not None:
+            query = query.where(RunRow.state == state)
+        with self._database.read() as connection:
+            rows = connection.execute(query).all()
+        items = [Job.model_validate(_job_fields(row)) for row in rows[:limit]]
+        return JobPage(items=items, next_cursor=items[-1].id if len(rows) > limit else None)
+
+    # ---- runs ----
+
+    def run(self, run_id: str) -> Run:
+        """Return a run, or raise NotFoundError."""
+        with self._database.read() as connection:
+            row = connection.execute(select(*_RUN_FIELDS).where(RunRow.id == run_id)).one_or_none()
+        if row is None:
+            raise NotFoundError(f"there is no run {run_id!r}", remedy="list a job's runs: GET /v1/jobs/JOB/runs")
+        return Run.model_validate(row._asdict())
+
+    def runs(self, job_id: str) -> list[Run]:
+        """Return a job's runs, first attempt first; empty where there is no such job."""
+        query = select(*_RUN_FIELDS).where(RunRow.job_id == job_id).order_by(RunRow.attempt)
+        with self._database.read() as connection:
+            return [Run.model_validate(row._asdict()) for row in connection.execute(query)]
+
+    def orders(self) -> list[Order]:
+        """Return every run that is not final, in the order they were submitted."""
+        query = (
+            select(*_RUN_FIELDS, JobRow.spec)
+            .join(JobRow, JobRow.id == RunRow.job_id)
+            .where(RunRow.state.in_(sorted(LIVE)))
+            .order_by(RunRow.id)
+        )
+        with self._database.read() as connection:
+            rows = [row._asdict() for row in connection.execute(query)]
+        return [Order(spec=JobSpec.model_validate(row.pop("spec")), run=Run.model_validate(row)) for row in rows]
+
+    def token_hash(self, run_id: str) -> str | None:
+        """Return the hash of a run's token; null before its first start, and where there is no such run."""
+        with self._database.read() as connection:
+            return connection.execute(select(RunRow.token_hash).where(RunRow.id == run_id)).scalar_one_or_none()
+
+    def move(
+        self,
+        run_id: str,
+        *,
+        to: RunState,
+        if_version: int,
+        reason: str,
+        actor: str,
+        token_hash: str | None = None,
+        handle: dict[str, Any] | None = None,
+    ) -> bool:
+        """Move a run to another state and write the event of it; False where somebody else was first.
+
+        Raises:
+            StateError: the table of moves does not know this one; nothing is changed.
+            NotFoundError: no such run.
+        """
+        now = time.time()
+        changes: dict[str, Any] = {}
+        if token_hash is not None:
+            changes["token_hash"] = token_hash
+        if handle is not None:
+            changes["handle"] = handle
+        with self._database.write() as connection:
+            row = connection.execute(
+                select(RunRow.job_id, RunRow.state, RunRow.version, RunRow.started_at)
+                .where(RunRow.id == run_id)
+                .with_for_update()
+            ).one_or_none()
+            if row is None:
+                raise NotFoundError(f"there is no run {run_id!r}", remedy="list a job's runs: GET /v1/jobs/JOB/runs")
+            if row.version != if_version:
+                return False
+            check_move(RunState(row.state), to, run_id=run_id)
+            if to is RunState.STARTING and row.started_at is None:
+                changes["started_at"] = now
+            if to in FINAL:
+                changes["finished_at"] = now
+            write_move(
+                connection,
+                run_id=run_id,
+                job_id=row.job_id,
+                now=RunState(row.state),
+                to=to,
+                version=if_version,
+                reason=reason,
+                actor=actor,
+                time=now,
+                changes=changes,
+            )
+        self.changes.bump(row.job_id)
+        return True
+
+    def set_reason(self, run_id: str, *, reason: str, if_version: int) -> None:
+        """Say anew why a run is where it is; no change of state, so no event and no new version."""
+        query = (
+            update(RunRow)
+            .where(RunRow.id == run_id, RunRow.version == if_version, RunRow.reason != reason)
+            .values(reason=reason)
+            .returning(RunRow.job_id)
+        )
+        with self._database.write() as connection:
+            job_id = connection.execute(query).scalar_one_or_none()
+        if job_id is not None:
+            self.changes.bump(job_id)
+
+    def request_cancel(self, run_id: str, *, actor: str) -> bool:
+        """Note, once, that a run is to stop; False where it is final or was asked before."""
+        now = time.time()
+        query = (
+            update(RunRow)
+            .where(RunRow.id == run_id, RunRow.cancel_requested_at.is_(None), RunRow.state.in_(sorted(LIVE)))
+            .values(cancel_requested_at=now, version=RunRow.version + 1)
+            .returning(RunRow.job_id)
+        )
+        with self._database.write() as connection:
+            job_id = connection.execute(query).scalar_one_or_none()
+            if job_id is not None:
+                add_event(
+                    connection,
+                    job_id=job_id,
+                    run_id=run_id,
+                    time=now,
+                    name="cancel_requested",
+                    actor=actor,
+                    reason=f"{actor} asked for the run to stop",
+                    data={},
+                )
+        if job_id is not None:
+            self.changes.bump(job_id)
+        return job_id is not None
+
+    # ---- reports ----
+
+    def ingest(self, run_id: str, records: Sequence[Record], *, skip_gaps: bool = False) -> Ingested:
+        """Store what a worker reported: each record once, in order; see `store.ingest.ingest`."""
+        with self._database.write() as connection:
+            done = ingest(
+                connection,
+                run_id,
+                records,
+                now=time.time(),
+                skip_gaps=skip_gaps,
+                dialect=self._database.dialect,
+            )
+        if done.stored:
+            self.changes.bump(done.job_id)
+        return done
+
+    def events(self, job_id: str, *, after: int = 0, limit: int = 200) -> EventPage:
+        """Return a job's events with an id above `after`, oldest first."""
+        query = (
+            select(EventRow.__table__)
+            .where(EventRow.job_id == job_id, EventRow.id > after)
+            .order_by(EventRow.id)
+            .limit(limit)
+        )
+        with self._database.read() as connection:
+            items = [Event.model_validate(row._asdict()) for row in connection.execute(query)]
+        return EventPage(items=items, next_after=items[-1].id if items else after)
+
+    def metrics(self, run_id: str, *, after: int = 0, names: Sequence[str] = (), limit: int = 1000) -> MetricPage:
+        """Return a run's metric points with an id above `after`, in the order they were stored."""
+        query = (
+            select(MetricRow.__table__)
+            .where(MetricRow.run_id == run_id, MetricRow.id > after)
+            .order_by(MetricRow.id)
+            .limit(limit)
+        )
+        if names:
+            query = query.where(MetricRow.name.in_(names))
+        with self._database.read() as connection:
+            # The rows are what ingest checked: building without checking again keeps long charts quick.
+            items = [MetricPoint.model_construct(**row._asdict()) for row in connection.execute(query)]
+        return MetricPage.model_construct(items=items, next_after=items[-1].id if items else after)
+
+
+def _jobs() -> Select[Any]:
+    newest = select(func.max(RunRow.attempt)).where(RunRow.job_id == JobRow.id).correlate(JobRow).scalar_subquery()
+    return select(JobRow.id, JobRow.name, JobRow.spec, RunRow.id.label("run_id"), *_STANDING).join(
+        RunRow, (RunRow.job_id == JobRow.id) & (RunRow.attempt == newest)
+    )
+
+
+def _job_fields(row: Row[Any]) -> dict[str, Any]:
+    fields = row._asdict()
+    spec = fields.pop("spec")
+    return fields | {"backend": spec["compile"]["backend"], "accelerator": spec["accelerator"]["kind"]}

@@ -1,0 +1,94 @@
+"""The tables, as SQLAlchemy sees them. migrations/ makes them; a test holds the two together.
+
+Times are Unix seconds (double precision). Columns keep to what SQLite and PostgreSQL both have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, MetaData, String, Text, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+# SQLite counts up only columns of type INTEGER; PostgreSQL needs 64 bits.
+_COUNTER = BigInteger().with_variant(Integer, "sqlite")
+_JSON = JSON(none_as_null=True)
+
+
+class Base(DeclarativeBase):
+    """Base of all tables; constraints have names so that migrations can speak of them."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+
+
+class JobRow(Base):
+    """What a user submitted."""
+
+    __tablename__ = "jobs"
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63))
+    spec: Mapped[dict[str, Any]] = mapped_column(_JSON)
+    created_at: Mapped[float]
+
+
+class RunRow(Base):
+    """One attempt to execute a job. `version` grows with every guarded change."""
+
+    __tablename__ = "runs"
+    __table_args__ = (UniqueConstraint("job_id", "attempt"), Index(None, "state"))
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
+    attempt: Mapped[int]
+    state: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str] = mapped_column(Text)
+    version: Mapped[int]
+    token_hash: Mapped[str | None] = mapped_column(String(64))
+    cancel_requested_at: Mapped[float | None]
+    created_at: Mapped[float]
+    started_at: Mapped[float | None]
+    finished_at: Mapped[float | None]
+    heartbeat_at: Mapped[float | None]
+    progress: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
+    summary: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
+    acked_seq: Mapped[int] = mapped_column(BigInteger)
+    handle: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
+    """What the backend keeps to find the run again."""
+
+
+class EventRow(Base):
+    """Something that happened once, to a job or to one of its runs."""
+
+    __tablename__ = "events"
+    __table_args__ = (Index(None, "job_id", "id"), {"sqlite_autoincrement": True})
+    id: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
+    run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
+    time: Mapped[float]
+    name: Mapped[str] = mapped_column(String(64))
+    actor: Mapped[str] = mapped_column(String(32))
+    reason: Mapped[str] = mapped_column(Text)
+    data: Mapped[dict[str, Any]] = mapped_column(_JSON)
+
+
+class MetricRow(Base):
+    """One number of one step of a run; `id` is the cursor readers go by."""
+
+    __tablename__ = "metrics"
+    __table_args__ = (
+        UniqueConstraint("run_id", "name", "step"),
+        Index(None, "run_id", "id"),
+        {"sqlite_autoincrement": True},
+    )
+    id: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
+    step: Mapped[int] = mapped_column(BigInteger)
+    time: Mapped[float]
+    name: Mapped[str] = mapped_column(String(200))
+    value: Mapped[float | None]
