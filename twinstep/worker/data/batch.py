@@ -1,0 +1,71 @@
+"""The one batch a step takes: token-packed histories, candidate slots, labels; fixed shapes whatever the rows hold.
+
+`loader.py` fills it, `models/` reads it, the compiler treats it as a pytree. Nothing here reads data.
+
+# Shapes: B rows, C contextual features, F item features, K candidate slots, Q tasks, U history slots per row,
+# T packed history tokens = B * uih_budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """B rows. Integers are int64 on the host and fit int32; floats are float32.
+
+    History tokens are packed: the budget T is shared by all rows, and each token says which slot of which row it
+    fills. A token that fills none is a dummy: it is never read, and its lookups are masked to zero. If T = B * U,
+    every slot has its own token (`token_slot[t]` is t or a dummy), so that a model may reshape instead of gather.
+    A row without candidates is a dummy row.
+    """
+
+    uih_ids: Tensor
+    """[F, T] int64: row of each item feature's table; 0 for dummies."""
+    uih_times: Tensor
+    """[T] int64: seconds; 0 for dummies."""
+    uih_actions: Tensor
+    """[T] int64: action bits; 0 for dummies."""
+    token_slot: Tensor
+    """[T] int64: slot b * U + j that the token fills, oldest first from j = 0; B * U for dummies."""
+    slot_token: Tensor
+    """[B, U] int64: token in the slot; T for an empty slot."""
+    uih_lengths: Tensor
+    """[B] int64: history events of the row."""
+    contextual_ids: Tensor
+    """[B, C] int64: row of each contextual feature's table; 0 in dummy rows."""
+    cand_ids: Tensor
+    """[F, B, K] int64: row of each item feature's table; 0 for empty slots."""
+    cand_times: Tensor
+    """[B, K] int64: seconds; 0 for empty slots."""
+    num_candidates: Tensor
+    """[B] int64: candidates of the row, in its first slots."""
+    query_times: Tensor
+    """[B] int64: seconds at which the row is scored: time of its last candidate, else of its last event, else 0."""
+    labels: Tensor
+    """[Q, B, K] float32."""
+    weights: Tensor
+    """[Q, B, K] float32; 0 for empty slots."""
+    n: Tensor
+    """[] float32: C + most history events of a real row + most candidates of a row; attention divides by it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchStats:
+    """Counts of one batch, on the host."""
+
+    rows: int
+    """Real rows."""
+    real_tokens: int
+    """History tokens that fill a slot."""
+    dummy_tokens: int
+    """History tokens that fill none."""
+    events_cut: int
+    """History events left out because the batch was over its budget."""
+    examples: int
+    """Candidates with weight > 0."""
+    padded_candidates: int
+    """Candidate slots without a candidate."""

@@ -1,0 +1,92 @@
+"""DLRMv3Config: sizes and features of one DLRMv3, frozen; what a spec and a schema become before a module is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableConfig:
+    """One embedding table."""
+
+    name: str
+    rows: int
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextualConfig:
+    """One contextual slot."""
+
+    name: str
+    table: str
+    min_uih_length: int = 0
+    """The feature is zeroed in rows with fewer history events and candidates together; 0: never."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemFeatureConfig:
+    """One id of an event or candidate."""
+
+    name: str
+    table: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """One task; binary ones stand before regressions."""
+
+    name: str
+    kind: Literal["binary", "regression"] = "binary"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class STUConfig:
+    """One STU layer."""
+
+    dim: int
+    """D: floats per token."""
+    num_heads: int
+    """H."""
+    linear_dim: int
+    """V: value width per head."""
+    attention_dim: int
+    """A: query and key width per head."""
+    dropout: float = 0.0
+    """Probability of zeroing a value before the output projection, in training."""
+    group_norm: bool = False
+    """Normalise each head alone, with one scale and shift per head."""
+    alpha: float | None = None
+    """Factor on q·k; None: A^(-1/2)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DLRMv3Config:
+    """One DLRMv3."""
+
+    tables: tuple[TableConfig, ...]
+    contextual: tuple[ContextualConfig, ...]
+    item_features: tuple[ItemFeatureConfig, ...]
+    """The first is the item itself (upstream's post id); the others are its `additional` features."""
+    tasks: tuple[TaskConfig, ...]
+    action_masks: tuple[int, ...]
+    """One row of the action table per mask; an event has it if its action word shares a bit with the mask."""
+    layer: STUConfig
+    num_layers: int
+    hidden_dim: int
+    """Hidden width of the preprocessor's MLPs."""
+    head_hidden_dim: int = 512
+    """Hidden width of the item MLP and the heads."""
+    action_dim: int = 8
+    """Floats per action bit."""
+    action_init_std: float = 0.1
+    """Standard deviation of the normal that action embeddings start from."""
+    position_rows: int = 8192
+    """Rows of the position table; later positions share the last one."""
+    time_rows: int = 2049
+    """Rows of the time-bucket table."""
+    loss_weight: float = 0.2
+    """Factor on every task's loss."""
+    input_dropout: float = 0.0
+    """Probability of zeroing a value of the encoded sequence, in training."""

@@ -1,0 +1,133 @@
+"""DLRMv3: embeddings → preprocessor → position and time → STU layers → heads, over one token-packed batch.
+
+`registry.py` builds it from a spec. Every shape is static; what varies between batches (lengths, N) is a tensor's
+value. Parameter names are those of the public model, so that its weights can be loaded.
+
+# Shapes: B rows, C contextual slots, F item features, K candidate slots, S slots of a row, T history tokens,
+# N = T + B*K, M = B*C + N, E table width, D token width, Q tasks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from twinstep.worker.data.batch import Batch
+from twinstep.worker.embedding.collection import EmbeddingCollection
+from twinstep.worker.models.config import DLRMv3Config
+from twinstep.worker.models.heads import MultitaskModule
+from twinstep.worker.models.hstu_attention import attention_mask
+from twinstep.worker.models.layers import dropout, mlp
+from twinstep.worker.models.layout import Layout
+from twinstep.worker.models.positional import HSTUPositionalEncoder, positions
+from twinstep.worker.models.postprocessor import TimestampLayerNormPostprocessor
+from twinstep.worker.models.preprocessor import ContextualPreprocessor
+from twinstep.worker.models.stu import STUStack
+
+
+class ModelOutput(NamedTuple):
+    """What a model returns for a batch."""
+
+    loss: Tensor
+    """[] float32: sum of the task losses."""
+    task_losses: Tensor
+    """[Q] float32."""
+    logits: Tensor
+    """[Q, B, K] float32: logits of binary tasks, predictions of regressions; of no meaning in empty slots."""
+
+
+class HSTUTransducer(nn.Module):
+    """From embeddings to one vector per candidate."""
+
+    def __init__(self, config: DLRMv3Config) -> None:
+        super().__init__()
+        dim = config.layer.dim
+        self._input_dropout = config.input_dropout
+        self._input_preprocessor = ContextualPreprocessor(
+            embedding_dim=config.tables[0].dim,
+            dim=dim,
+            hidden_dim=config.hidden_dim,
+            num_contextual=len(config.contextual),
+            num_additional=len(config.item_features) - 1,
+            action_masks=config.action_masks,
+            action_dim=config.action_dim,
+        )
+        self._positional_encoder = HSTUPositionalEncoder(
+            dim, position_rows=config.position_rows, time_rows=config.time_rows
+        )
+        self._stu_module = STUStack(config.layer, config.num_layers)
+        self._output_postprocessor = TimestampLayerNormPostprocessor(dim)
+
+    def forward(self, batch: Batch, layout: Layout, items_FNE: list[Tensor], contextual_BCE: Tensor | None) -> Tensor:
+        """Return the candidates' vectors, [B*K, D]."""
+        additional = torch.cat(items_FNE[1:], dim=1) if len(items_FNE) > 1 else None
+        x_MD = self._input_preprocessor.tokens(items_FNE[0], additional, batch.uih_actions)
+        contextual_times = batch.uih_times.new_zeros(layout.num_rows * layout.num_contextual)
+        if contextual_BCE is not None:
+            x_MD = torch.cat((self._input_preprocessor.contextual(contextual_BCE).flatten(0, 1), x_MD), dim=0)
+        columns_BS = layout.columns()
+        high_B1 = (layout.uih_lengths_B + layout.num_contextual).unsqueeze(1)
+        position_M = layout.to_tokens(positions(columns_BS, high_B1, layout.num_contextual))
+        query_M = layout.to_tokens(batch.query_times.unsqueeze(1).expand_as(columns_BS))
+        times_M = torch.cat((contextual_times, batch.uih_times, batch.cand_times.reshape(-1)))
+        x_MD = self._positional_encoder(x_MD, position_M, query_M - times_M)
+        x_MD = dropout(x_MD, self._input_dropout, self.training)
+        mask_BSS = attention_mask(columns_BS, layout.slot_valid(), high_B1.squeeze(1))
+        x_MD = self._stu_module(x_MD, layout, mask_BSS, batch.n)
+        out: Tensor = self._output_postprocessor(layout.candidates(x_MD), batch.cand_times.reshape(-1))
+        return out
+
+
+class DLRMv3(nn.Module):
+    """The whole model; `model(batch)` gives a ModelOutput."""
+
+    def __init__(self, config: DLRMv3Config) -> None:
+        super().__init__()
+        self.config = config
+        dims = {table.dim for table in config.tables}
+        assert len(dims) == 1, "one width for all tables: contextual slots share one batched map"
+        self._embedding_collection = EmbeddingCollection({t.name: (t.rows, t.dim) for t in config.tables})
+        self._hstu_transducer = HSTUTransducer(config)
+        self._item_embedding_mlp = mlp(
+            config.tables[0].dim * len(config.item_features), config.head_hidden_dim, config.layer.dim
+        )
+        self._multitask_module = MultitaskModule(
+            config.tasks, dim=config.layer.dim, hidden_dim=config.head_hidden_dim, loss_weight=config.loss_weight
+        )
+
+    def forward(self, batch: Batch) -> ModelOutput:
+        """Score and grade every candidate of the batch."""
+        layout = Layout.of(batch)
+        items_FNE = self._embed_items(batch, layout)
+        user_RD = self._hstu_transducer(batch, layout, items_FNE, self._embed_contextual(batch, layout))
+        item_RD = self._item_embedding_mlp(torch.cat([x_NE[layout.num_tokens :] for x_NE in items_FNE], dim=1))
+        logits_QR = self._multitask_module(user_RD, item_RD)
+        losses_Q = self._multitask_module.losses(logits_QR, batch.labels.flatten(1), batch.weights.flatten(1))
+        return ModelOutput(
+            loss=losses_Q.sum(),
+            task_losses=losses_Q,
+            logits=logits_QR.reshape(batch.labels.shape).to(torch.float32),
+        )
+
+    def _embed_items(self, batch: Batch, layout: Layout) -> list[Tensor]:
+        """Look each item feature up, history and candidates in one call: F tensors [N, E]."""
+        valid_N = torch.cat((layout.token_valid(), layout.cand_valid().reshape(-1)))
+        return [
+            self._embedding_collection(
+                feature.table, torch.cat((batch.uih_ids[i], batch.cand_ids[i].reshape(-1))), valid_N
+            )
+            for i, feature in enumerate(self.config.item_features)
+        ]
+
+    def _embed_contextual(self, batch: Batch, layout: Layout) -> Tensor | None:
+        """Look the contextual features up, [B, C, E]; None where there are none."""
+        length_B = layout.uih_lengths_B + layout.cand_lengths_B
+        slots = [
+            self._embedding_collection(
+                feature.table, batch.contextual_ids[:, c], length_B >= max(1, feature.min_uih_length)
+            )
+            for c, feature in enumerate(self.config.contextual)
+        ]
+        return torch.stack(slots, dim=1) if slots else None

@@ -1,0 +1,67 @@
+"""Models by kind: from a JobSpec and a dataset's schema to an initialised module. `train/` calls `build_model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from twinstep.spec.job import JobSpec
+from twinstep.worker.data.events import DataSchema
+from twinstep.worker.models.config import (
+    ContextualConfig,
+    DLRMv3Config,
+    ItemFeatureConfig,
+    STUConfig,
+    TableConfig,
+    TaskConfig,
+)
+from twinstep.worker.models.dlrmv3 import DLRMv3
+from twinstep.worker.models.init import init_dlrmv3
+
+MIN_POSITION_ROWS = 256
+
+
+def build_model(spec: JobSpec, schema: DataSchema) -> nn.Module:
+    """Return the model that `spec` asks for, filled from `spec.train.seed`; `model(batch)` gives a ModelOutput.
+
+    The same spec and schema give the same bits; torch's own generator is left alone.
+    """
+    return MODELS[spec.model.kind](spec, schema)
+
+
+def dlrmv3_config(spec: JobSpec, schema: DataSchema) -> DLRMv3Config:
+    """Return the configuration of DLRMv3 that a spec and a schema describe."""
+    model = spec.model
+    longest = len(schema.contextual) + spec.data.uih_len + 1
+    return DLRMv3Config(
+        tables=tuple(TableConfig(name=t.name, rows=t.rows, dim=model.embedding_dim) for t in schema.tables),
+        contextual=tuple(ContextualConfig(name=f.name, table=f.table) for f in schema.contextual),
+        item_features=tuple(ItemFeatureConfig(name=f.name, table=f.table) for f in schema.item_features),
+        tasks=tuple(TaskConfig(name=task.name, kind=task.kind) for task in schema.tasks),
+        action_masks=tuple(1 << bit for bit in range(schema.action_bits)),
+        layer=STUConfig(
+            dim=model.transducer_dim,
+            num_heads=model.num_heads,
+            linear_dim=model.linear_dim,
+            attention_dim=model.attention_dim,
+            dropout=model.dropout,
+        ),
+        num_layers=model.num_layers,
+        hidden_dim=model.hidden_dim,
+        head_hidden_dim=model.hidden_dim,
+        # Doubling, so that a longer history seldom changes the table's shape.
+        position_rows=max(MIN_POSITION_ROWS, 1 << (longest - 1).bit_length()),
+        loss_weight=1.0,
+    )
+
+
+def _build_dlrmv3(spec: JobSpec, schema: DataSchema) -> nn.Module:
+    model = DLRMv3(dlrmv3_config(spec, schema))
+    generator = torch.Generator().manual_seed(spec.train.seed)
+    init_dlrmv3(model, table_std=spec.embedding.init_std, generator=generator)
+    return model
+
+
+MODELS: dict[str, Callable[[JobSpec, DataSchema], nn.Module]] = {"dlrmv3": _build_dlrmv3}

@@ -1,0 +1,77 @@
+"""STU layers: gated attention with a pointwise output, on packed tokens; attention alone crosses to rows.
+
+`dlrmv3.py` stacks them. Source of the formulas: "Actions Speak Louder than Words", arXiv 2402.17152, and the layer
+that the public generative-recommenders code trains (see docs for where we follow which).
+
+# Shapes: B rows, S slots, M packed tokens, D token width, H heads, V value width, A query/key width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twinstep.worker.models.config import STUConfig
+from twinstep.worker.models.hstu_attention import hstu_attention
+from twinstep.worker.models.layers import dropout
+from twinstep.worker.models.layout import Layout
+
+NORM_EPS = 1e-6
+
+
+class STULayer(nn.Module):
+    """One layer; output x + Dropout([u, a, u ⊙ LN(a)]) @ W with a the attention's output."""
+
+    def __init__(self, config: STUConfig) -> None:
+        super().__init__()
+        self._config = config
+        H, V, A, D = config.num_heads, config.linear_dim, config.attention_dim, config.dim
+        norm_dim = H if config.group_norm else H * V
+        self._uvqk_weight = nn.Parameter(torch.empty(D, 2 * H * (V + A)))
+        self._uvqk_beta = nn.Parameter(torch.zeros(2 * H * (V + A)))
+        self._input_norm_weight = nn.Parameter(torch.ones(D))
+        self._input_norm_bias = nn.Parameter(torch.zeros(D))
+        self._output_weight = nn.Parameter(torch.empty(3 * H * V, D))
+        self._output_norm_weight = nn.Parameter(torch.ones(norm_dim))
+        self._output_norm_bias = nn.Parameter(torch.zeros(norm_dim))
+        self._alpha = A**-0.5 if config.alpha is None else config.alpha
+
+    def forward(self, x_MD: Tensor, layout: Layout, mask_BSS: Tensor, n: Tensor) -> Tensor:
+        """[M, D] → [M, D]."""
+        config = self._config
+        H, V, A = config.num_heads, config.linear_dim, config.attention_dim
+        normed_MD = F.layer_norm(x_MD, (config.dim,), self._input_norm_weight, self._input_norm_bias, NORM_EPS)
+        u_ME, vqk_ME = (normed_MD @ self._uvqk_weight + self._uvqk_beta).split((H * V, H * (V + 2 * A)), dim=1)
+        u_ME = F.silu(u_ME)
+        v_BSE, q_BSE, k_BSE = layout.unpack(vqk_ME).split((H * V, H * A, H * A), dim=2)
+        heads = (*v_BSE.shape[:2], H, -1)
+        a_BSHV = hstu_attention(
+            q_BSE.reshape(heads), k_BSE.reshape(heads), v_BSE.reshape(heads), mask_BSS, n, alpha=self._alpha
+        )
+        a_ME = layout.pack(a_BSHV.reshape(*v_BSE.shape[:2], H * V))
+        mixed = torch.cat((u_ME, a_ME, u_ME * self._output_norm(a_ME)), dim=1)
+        return x_MD + dropout(mixed, config.dropout, self.training) @ self._output_weight
+
+    def _output_norm(self, a_ME: Tensor) -> Tensor:
+        config = self._config
+        H, V = config.num_heads, config.linear_dim
+        if not config.group_norm:
+            return F.layer_norm(a_ME, (H * V,), self._output_norm_weight, self._output_norm_bias, NORM_EPS)
+        heads_MHV = F.layer_norm(a_ME.reshape(-1, H, V), (V,), eps=NORM_EPS)
+        scaled = heads_MHV * self._output_norm_weight.unsqueeze(1) + self._output_norm_bias.unsqueeze(1)
+        return scaled.reshape(-1, H * V)
+
+
+class STUStack(nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self, config: STUConfig, num_layers: int) -> None:
+        super().__init__()
+        self._stu_layers = nn.ModuleList(STULayer(config) for _ in range(num_layers))
+
+    def forward(self, x_MD: Tensor, layout: Layout, mask_BSS: Tensor, n: Tensor) -> Tensor:
+        """[M, D] → [M, D]."""
+        for layer in self._stu_layers:
+            x_MD = layer(x_MD, layout, mask_BSS, n)
+        return x_MD
