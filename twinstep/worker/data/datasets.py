@@ -50,6 +50,15 @@ def load_dataset(spec: DataSpec) -> Dataset:
         DataError: it is missing or breaks its format, or the split leaves one side empty.
     """
     events, schema = SOURCES[spec.dataset](spec)
+    return make_dataset(events, schema, spec)
+
+
+def make_dataset(events: Events, schema: DataSchema, spec: DataSpec) -> Dataset:
+    """Split and cut events that are at hand; `load_dataset` without the reading.
+
+    Raises:
+        DataError: an id lies outside its table, or the split leaves one side empty.
+    """
     schema = schema.with_rows(spec.rows)
     check_ids(events, schema, source=spec.dataset)
     held_out = split_events(events, spec.split)

@@ -1,6 +1,6 @@
-"""The table of events every dataset becomes, and the schema that says which tables and tasks a model needs for it.
+"""Events, the table every dataset becomes, and the schema that says the tables and tasks it needs.
 
-`movielens.py` and `synthetic.py` make both, `samples.py` cuts them, `models/` reads the schema. Nothing here reads files.
+`movielens.py` and `synthetic.py` make both, `samples.py` cuts them, `models/` reads the schema. No file is read here.
 """
 
 from __future__ import annotations

@@ -137,12 +137,12 @@ def _fill(values: Ints, size: int) -> Ints:
     return np.concatenate((values, np.zeros(size - len(values), dtype=np.int64)))
 
 
-def _scatter(values: np.ndarray, index: Ints, size: int) -> np.ndarray:  # type: ignore[type-arg]
+def _scatter(values: np.ndarray, index: Ints, size: int) -> np.ndarray:
     """Return zeros of `size` rows with `values` at the rows `index`."""
     out = np.zeros((size, *values.shape[1:]), dtype=values.dtype)
     out[index] = values
     return out
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+def _tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(array, order="C"))  # a copy: views and broadcasts are not writable

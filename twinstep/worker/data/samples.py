@@ -59,13 +59,13 @@ def split_events(events: Events, split: SplitSpec) -> NDArray[np.bool_]:
     """
     count = len(events)
     if split.by == "time":
-        first = min(int(round(count * (1 - split.eval_fraction))), count - 1)
-        held_out = events.time >= events.time[first]
+        first = min(round(count * (1 - split.eval_fraction)), count - 1)
+        held_out: NDArray[np.bool_] = events.time >= events.time[first]
     else:
         held_out = np.zeros(count, dtype=bool)
         by_user = np.argsort(events.user, kind="stable")
         for own in np.split(by_user, np.flatnonzero(np.diff(events.user[by_user])) + 1):
-            first = int(round(len(own) * (1 - split.eval_fraction)))
+            first = round(len(own) * (1 - split.eval_fraction))
             if first < len(own):
                 late = events.time[own] >= events.time[own[first]]
                 held_out[own] = late & (not late.all())

@@ -28,7 +28,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
         for group in self.param_groups:
             for param in group["params"]:
-                assert param.dim() == 2, "row-wise Adagrad is for tables, [rows, dim]"
+                assert param.dim() == 2, "row-wise Adagrad is for tables, [rows, dim]"  # noqa: S101
                 self.state[param]["sum"] = torch.zeros(param.shape[0], 1, dtype=torch.float32, device=param.device)
 
     @torch.no_grad()

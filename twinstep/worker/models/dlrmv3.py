@@ -87,7 +87,7 @@ class DLRMv3(nn.Module):
         super().__init__()
         self.config = config
         dims = {table.dim for table in config.tables}
-        assert len(dims) == 1, "one width for all tables: contextual slots share one batched map"
+        assert len(dims) == 1, "contextual slots share one batched map, so tables share a width"  # noqa: S101
         self._embedding_collection = EmbeddingCollection({t.name: (t.rows, t.dim) for t in config.tables})
         self._hstu_transducer = HSTUTransducer(config)
         self._item_embedding_mlp = mlp(

@@ -20,7 +20,8 @@ class MultitaskModule(nn.Module):
 
     def __init__(self, tasks: Sequence[TaskConfig], *, dim: int, hidden_dim: int, loss_weight: float) -> None:
         super().__init__()
-        assert list(tasks) == sorted(tasks, key=lambda task: task.kind != "binary"), "binary tasks stand first"
+        kinds = [task.kind for task in tasks]
+        assert kinds == sorted(kinds), "binary tasks stand before regressions"  # noqa: S101
         self._num_binary = sum(task.kind == "binary" for task in tasks)
         self._loss_weight = loss_weight
         self._prediction_module = nn.Sequential(

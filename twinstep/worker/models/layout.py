@@ -114,10 +114,10 @@ class Layout:
 
     def unpack(self, x_ME: Tensor) -> Tensor:
         """[M, E] packed tokens → [B, S, E] rows. Empty slots hold zeros, or values a mask must hide if aligned."""
-        B, C, U, K, T = self.num_rows, self.num_contextual, self.num_history, self.num_candidates, self.num_tokens
-        contextual, history, candidates = x_ME.split((B * C, T, B * K))
+        B, C, K, T = self.num_rows, self.num_contextual, self.num_candidates, self.num_tokens
+        contextual, history, candidates = torch.split(x_ME, [B * C, T, B * K])
         if not self.aligned:
-            history = _Permute.apply(history, self.slot_token_BU.reshape(-1), self.token_slot_T)
+            history = _Permute.apply(history, self.slot_token_BU.reshape(-1), self.token_slot_T)  # type: ignore[no-untyped-call]
         shape = (B, -1, x_ME.shape[1])
         return torch.cat((contextual.reshape(B, C, -1), history.reshape(shape), candidates.reshape(B, K, -1)), dim=1)
 
@@ -125,10 +125,10 @@ class Layout:
         """[B, S, E] rows → [M, E] packed tokens; dummies get zeros, or what stands in an empty slot if aligned."""
         C, U = self.num_contextual, self.num_history
         contextual, history, candidates = (
-            part.reshape(-1, x_BSE.shape[2]) for part in x_BSE.split((C, U, self.num_candidates), dim=1)
+            part.reshape(-1, x_BSE.shape[2]) for part in torch.split(x_BSE, [C, U, self.num_candidates], dim=1)
         )
         if not self.aligned:
-            history = _Permute.apply(history, self.token_slot_T, self.slot_token_BU.reshape(-1))
+            history = _Permute.apply(history, self.token_slot_T, self.slot_token_BU.reshape(-1))  # type: ignore[no-untyped-call]
         return torch.cat((contextual, history, candidates), dim=0)
 
     def candidates(self, x_ME: Tensor) -> Tensor:

@@ -31,11 +31,12 @@ class HSTUPositionalEncoder(nn.Module):
         """
         position = positions_M.clamp(max=self._position_embeddings_weight.shape[0] - 1)
         bucket = time_bucket(ages_M, self._timestamp_embeddings_weight.shape[0])
-        return (
+        encoded: Tensor = (
             x_MD * self._scale
             + self._position_embeddings_weight.index_select(0, position)
             + self._timestamp_embeddings_weight.index_select(0, bucket)
         )
+        return encoded
 
 
 def positions(columns: Tensor, high: Tensor, num_contextual: int) -> Tensor:

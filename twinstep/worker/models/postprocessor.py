@@ -47,7 +47,8 @@ class L2NormPostprocessor(nn.Module):
 
     def forward(self, x_RD: Tensor, times_R: Tensor) -> Tensor:
         """[R, D] → [R, D]; times are not looked at."""
-        return x_RD / torch.linalg.vector_norm(x_RD, dim=-1, keepdim=True).clamp(min=1e-6)
+        out: Tensor = x_RD / torch.linalg.vector_norm(x_RD, dim=-1, keepdim=True).clamp(min=1e-6)
+        return out
 
 
 def time_features(times_R: Tensor) -> Tensor:

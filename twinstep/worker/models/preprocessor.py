@@ -63,7 +63,8 @@ class ContextualPreprocessor(nn.Module):
         if additional_NE is not None:
             x_ND = x_ND + self._additional_embedding_mlp(additional_NE)
         encoded = self._action_encoder(actions_T, content_NE.shape[0] - actions_T.shape[0])
-        return x_ND + self._action_embedding_mlp(encoded)
+        out: Tensor = x_ND + self._action_embedding_mlp(encoded)
+        return out
 
     def contextual(self, embedded_BCE: Tensor) -> Tensor:
         """Return the contextual tokens, [B, C, D]."""
