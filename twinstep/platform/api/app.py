@@ -1,0 +1,98 @@
+"""Assemble the API: routes, guards, problems, OpenAPI. Starts nothing and keeps nothing but the service it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from starlette.routing import Match
+
+from twinstep import __version__
+from twinstep.platform.api import jobs, stream, workers
+from twinstep.platform.api.guard import OriginGuard
+from twinstep.platform.api.jobs import Asked
+from twinstep.platform.api.problems import FaultModel, MethodError, Problem, add_handlers, no_such_path
+from twinstep.platform.scheduler.service import Readiness, Service
+from twinstep.platform.store.records import View
+from twinstep.spec.job import JobSpec
+from twinstep.spec.report import ReportBatch
+
+_REF = "#/components/schemas/{model}"
+health = APIRouter(tags=["health"])
+
+
+class Health(View):
+    """The process answers."""
+
+    status: str = "ok"
+    version: str = __version__
+
+
+@health.get("/healthz", summary="Is the process there?")
+def healthz() -> Health:
+    """Answer as long as the process does."""
+    return Health()
+
+
+@health.get("/readyz", summary="Does it do its work?", responses={503: {"model": Readiness}})
+def readyz(service: Asked, response: Response) -> Readiness:
+    """Say whether the database answers and the scheduler passes over the runs; 503 where not."""
+    readiness = service.readiness()
+    if not readiness.ready:
+        response.status_code = 503
+    return readiness
+
+
+def create_app(service: Service) -> FastAPI:
+    """Return the API over `service`, ready to have pages mounted beside it."""
+    app = FastAPI(
+        title="Twinstep",
+        version=__version__,
+        summary="Submit training jobs, follow them, read what they reported.",
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.service = service
+    for router in (jobs.router, stream.router, workers.router, health):
+        app.include_router(router)
+    _add_unknown_paths(app)
+    add_handlers(app)
+    app.add_middleware(OriginGuard)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _add_unknown_paths(app: FastAPI) -> None:
+    """Answer paths under /v1 that no route has: pages mounted at / would answer them with HTML."""
+    known = [*jobs.router.routes, *stream.router.routes, *workers.router.routes]
+
+    async def unknown(request: Request) -> Response:
+        methods: set[str] = set()
+        for route in known:
+            match, _ = route.matches(request.scope)
+            if match is not Match.NONE:
+                methods |= getattr(route, "methods", None) or set()
+        if methods:
+            raise MethodError(
+                f"{request.method} is not a method of {request.url.path}",
+                remedy=f"use one of: {', '.join(sorted(methods))}",
+            )
+        raise no_such_path(request.url.path)
+
+    every = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
+    app.add_route("/v1/{rest:path}", unknown, methods=every, include_in_schema=False)
+    app.add_route("/v1", unknown, methods=every, include_in_schema=False)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document, with the bodies that routes read by hand and the problems they answer with."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for model in (JobSpec, ReportBatch, Problem, FaultModel):
+            schema = model.model_json_schema(ref_template=_REF)
+            schemas.update(schema.pop("$defs", {}))
+            schemas[model.__name__] = schema
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,129 @@
+"""What every request passes before a route sees it: the name it came by, and the page it came from.
+
+A browser lets any page send requests to this machine. A page that rebinds its own name to 127.0.0.1 is told by the
+Host header; one that posts across origins by the Origin header, for sockets too. The body's type and size are
+checked where a body is read.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from twinstep.platform.api.problems import MediaTypeError, OriginError, TooLargeError, problem_response
+from twinstep.platform.settings import is_loopback
+from twinstep.spec.errors import SpecError
+from twinstep.spec.parse import MAX_SPEC_BYTES
+
+MAX_REPORT_BYTES = 8 * 1024 * 1024  # a full batch of records is some hundred KiB
+JSON_TYPE = "application/json"
+YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
+
+
+class OriginGuard:
+    """ASGI middleware: loopback names and pages of our own only."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 403 (a socket: close it)."""
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        problem = _foreign(Headers(scope=scope))
+        if problem is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            error = OriginError(problem, remedy="use the address the control plane printed, on this machine")
+            await problem_response(error, instance=scope["path"])(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008, "reason": "foreign origin"})
+
+
+def _foreign(headers: Headers) -> str | None:
+    host = headers.get("host", "")
+    if not is_loopback(_name_of(host)):
+        return f"the host name {host[:100]!r} is not one of this machine's loopback names"
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        return f"the page at {origin[:100]!r} is not one of this control plane's"
+    return None
+
+
+def _name_of(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def media_type(request: Request) -> str:
+    """Return the body's type, without parameters, in lower case; "" where none is given."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def require_type(request: Request, *allowed: str) -> None:
+    """Raise MediaTypeError unless the body is of an allowed type."""
+    given = media_type(request)
+    if given not in allowed:
+        raise MediaTypeError(
+            f"the body's type is {given or 'not given'}, not {' or '.join(allowed)}",
+            remedy=f"send the header Content-Type: {allowed[0]}",
+        )
+
+
+async def read_body(request: Request, *, limit: int) -> bytes:
+    """Return the body, or raise TooLargeError where it has more than `limit` bytes; never holds more than that."""
+    body, length = bytearray(), 0
+    async for chunk in request.stream():
+        length += len(chunk)
+        if length <= limit:
+            body += chunk
+        elif length > 4 * limit:  # up to here it is read to the end, so that the sender hears the answer
+            break
+    if length > limit:
+        raise TooLargeError(
+            f"the body has more than the {limit:,} bytes it may have", remedy="send less; a spec is a page or two"
+        )
+    return bytes(body)
+
+
+async def no_body(request: Request) -> None:
+    """Take no body, or a JSON one (`{}`) that says nothing: a form sent by a foreign page is neither."""
+    body = await read_body(request, limit=MAX_SPEC_BYTES)
+    if body or media_type(request):
+        require_type(request, JSON_TYPE)
+
+
+def load_json(body: bytes) -> Any:
+    """Return what JSON text holds.
+
+    Raises:
+        SpecError: it is no JSON, is nested too deeply, or a key stands twice.
+    """
+    try:
+        return json.loads(body, object_pairs_hook=_no_doubles)
+    except RecursionError:
+        raise SpecError("the body is nested too deeply", remedy="a spec has at most three levels") from None
+    except json.JSONDecodeError as error:
+        raise SpecError(
+            f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}",
+            remedy="mend the place named, or send YAML as application/yaml",
+        ) from None
+    except ValueError as error:
+        raise SpecError(f"the body is not valid JSON: {str(error)[:200]}", remedy="mend the place named") from None
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key[:100]!r} stands twice")
+        found[key] = value
+    return found

@@ -1,0 +1,141 @@
+"""Routes of jobs and what belongs to them. Each reads the request, asks the service, answers with its record."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from twinstep.platform.api.guard import JSON_TYPE, YAML_TYPES, load_json, media_type, no_body, read_body, require_type
+from twinstep.platform.api.problems import responses
+from twinstep.platform.scheduler.rundir import MAX_LOG_READ, LogPart
+from twinstep.platform.scheduler.service import MAX_PAGE, MAX_POINTS, Service
+from twinstep.platform.store.records import EventPage, JobDetail, JobPage, MetricPage, Run, View
+from twinstep.spec.job import JobSpec
+from twinstep.spec.parse import MAX_SPEC_BYTES, parse_spec, spec_json_schema, validate_spec
+from twinstep.spec.states import RunState
+
+router = APIRouter(prefix="/v1", tags=["jobs"])
+
+CURSOR_MAX = 2**63 - 1
+After = Annotated[int, Query(ge=0, le=CURSOR_MAX, description="Give the `next_after` of the page before.")]
+RunId = Annotated[str | None, Query(max_length=64, description="A run of the job; the newest one where left out.")]
+
+_SPEC_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            kind: {"schema": {"$ref": "#/components/schemas/JobSpec"}} for kind in (JSON_TYPE, "application/yaml")
+        },
+    }
+}
+
+
+class RunList(View):
+    """A job's runs, first attempt first."""
+
+    items: list[Run]
+
+
+def service_of(request: Request) -> Service:
+    """Return the service the app was made with."""
+    service: Service = request.app.state.service
+    return service
+
+
+Asked = Annotated[Service, Depends(service_of)]
+
+
+async def spec_in(request: Request) -> JobSpec:
+    """Return the JobSpec in the body, or raise SpecError naming each field."""
+    require_type(request, JSON_TYPE, *YAML_TYPES)
+    body = await read_body(request, limit=MAX_SPEC_BYTES)
+    if media_type(request) == JSON_TYPE:
+        return await run_in_threadpool(lambda: validate_spec(load_json(body)))
+    return await run_in_threadpool(parse_spec, body)
+
+
+@router.post(
+    "/jobs", status_code=201, openapi_extra=_SPEC_BODY, responses=responses(413, 415, 422), summary="Submit a job"
+)
+def submit(service: Asked, spec: Annotated[JobSpec, Depends(spec_in)], response: Response) -> JobDetail:
+    """Store a job from its spec; the scheduler takes it from there. `Location` says where it is."""
+    job = service.submit_job(spec)
+    response.headers["Location"] = f"/v1/jobs/{job.id}"
+    return job
+
+
+@router.get("/jobs", responses=responses(422), summary="List jobs")
+def list_jobs(
+    service: Asked,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
+    cursor: Annotated[str | None, Query(max_length=64, description="The `next_cursor` of the page before.")] = None,
+    state: Annotated[RunState | None, Query(description="Only jobs in this state.")] = None,
+) -> JobPage:
+    """Return jobs, newest first."""
+    return service.list_jobs(limit=limit, cursor=cursor, state=state)
+
+
+@router.get("/jobs/{job_id}", responses=responses(404), summary="Look at a job")
+def get_job(service: Asked, job_id: str) -> JobDetail:
+    """Return a job with its spec, and the state, progress and summary of its newest run."""
+    return service.get_job(job_id)
+
+
+@router.post(
+    "/jobs/{job_id}/cancel",
+    responses=responses(404, 409, 413, 415),
+    dependencies=[Depends(no_body)],
+    summary="Cancel a job",
+)
+def cancel(service: Asked, job_id: str) -> JobDetail:
+    """Ask for a job to stop. Asking again changes nothing; 409 where it had succeeded or failed before."""
+    return service.cancel_job(job_id)
+
+
+@router.get("/jobs/{job_id}/runs", responses=responses(404), summary="List a job's runs")
+def list_runs(service: Asked, job_id: str) -> RunList:
+    """Return a job's runs, first attempt first."""
+    return RunList(items=service.list_runs(job_id))
+
+
+@router.get("/jobs/{job_id}/events", responses=responses(404, 422), summary="Read a job's events")
+def list_events(
+    service: Asked, job_id: str, after: After = 0, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 200
+) -> EventPage:
+    """Return events after a cursor, oldest first."""
+    return service.list_events(job_id, after=after, limit=limit)
+
+
+@router.get("/jobs/{job_id}/metrics", responses=responses(404, 422), summary="Read a run's metrics")
+def list_metrics(
+    service: Asked,
+    job_id: str,
+    after: After = 0,
+    names: Annotated[list[str] | None, Query(description="Only metrics of these names.", max_length=100)] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_POINTS)] = 1000,
+    run_id: RunId = None,
+) -> MetricPage:
+    """Return metric points after a cursor, in the order they came."""
+    wanted = [name for item in names or [] for name in item.split(",") if name]
+    return service.list_metrics(job_id, after=after, names=wanted, limit=limit, run_id=run_id)
+
+
+@router.get("/jobs/{job_id}/logs", responses=responses(404, 422), summary="Read a run's log")
+def read_log(
+    service: Asked,
+    job_id: str,
+    offset: Annotated[int, Query(ge=0, le=CURSOR_MAX, description="Byte to begin at.")] = 0,
+    limit: Annotated[int, Query(ge=4, le=MAX_LOG_READ, description="Bytes at most.")] = 65536,
+    tail: Annotated[int | None, Query(ge=1, le=10_000, description="Only the last lines; offset is ignored.")] = None,
+    run_id: RunId = None,
+) -> LogPart:
+    """Return a part of the log by byte cursor. Bytes that are not UTF-8 are shown as U+FFFD."""
+    return service.read_log(job_id, offset=offset, limit=limit, tail=tail, run_id=run_id)
+
+
+@router.get("/schema/job", tags=["schema"], summary="The JSON Schema of a job spec")
+def job_schema() -> dict[str, Any]:
+    """Return the JSON Schema that a job spec must fit."""
+    return spec_json_schema()

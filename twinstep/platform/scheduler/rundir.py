@@ -1,0 +1,189 @@
+"""The files of one run, read and written: spec, token, log, spool. Knows no process and no store.
+
+A log is read by byte cursor, so that a reader can stop anywhere and go on; what is not UTF-8 is shown as U+FFFD,
+and the run's token, should a worker print it, as stars.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from twinstep.platform.scheduler.supervise import write_json
+from twinstep.platform.store.records import View
+from twinstep.spec.errors import UnavailableError
+from twinstep.spec.job import JobSpec
+from twinstep.spec.report import MAX_RECORDS_PER_POST, Record
+
+MAX_LOG_READ = 1024 * 1024  # bytes one answer holds at most
+MAX_LINE = 8 * 1024 * 1024  # bytes of a spool line; a longer one is no record
+TAIL_REACH = 1024 * 1024  # bytes looked back for the last lines
+_RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+class LogPart(View):
+    """A piece of a log."""
+
+    offset: int
+    """Byte at which the text begins."""
+    next_offset: int
+    """Give it as `offset` to go on; equal to `offset` where there is nothing new."""
+    size: int
+    """Bytes the log has now."""
+    text: str
+    """The text; it may end within a line, never within a character."""
+
+
+class RunDir:
+    """`DATA_DIR/runs/RUN_ID/`."""
+
+    def __init__(self, root: Path, run_id: str) -> None:
+        self.path = root / run_id
+        self.run_id = run_id
+
+    def prepare(self, spec: JobSpec) -> str:
+        """Make the directory, the spec and the token where they are missing; return the token's hash.
+
+        Doing it twice changes nothing: a worker that runs already keeps its token.
+
+        Raises:
+            UnavailableError: the disk does not take it.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self.spec_path.exists():
+                write_json(self.spec_path, spec.model_dump(mode="json"))
+            if not self._token_path.exists():
+                write_json(self._token_path, secrets.token_urlsafe(32))
+        except OSError as error:
+            raise UnavailableError(
+                f"the run's directory {self.path} cannot be written: {error.strerror or error}",
+                remedy="make room on the disk, or mend the directory's permissions",
+            ) from None
+        return hash_token(self.token())
+
+    @property
+    def spec_path(self) -> Path:
+        """The JobSpec as JSON."""
+        return self.path / "spec.json"
+
+    @property
+    def log_path(self) -> Path:
+        """The worker's output and errors."""
+        return self.path / "log"
+
+    @property
+    def _token_path(self) -> Path:
+        return self.path / "token"
+
+    def token(self) -> str:
+        """Return the run's token, or "" where it has none."""
+        try:
+            return self._token_path.read_text().strip().strip('"')
+        except OSError:
+            return ""
+
+    def log_size(self) -> int:
+        """Return the bytes the log has."""
+        try:
+            return self.log_path.stat().st_size
+        except OSError:
+            return 0
+
+    def read_log(self, *, offset: int = 0, limit: int = 65536, final: bool = False) -> LogPart:
+        """Return up to `limit` bytes of the log from byte `offset`.
+
+        A character whose bytes are not all there yet is left for the next read, unless the run is `final`.
+        """
+        limit = max(4, min(limit, MAX_LOG_READ))  # 4: the longest character
+        size = self.log_size()
+        offset = max(0, min(offset, size))
+        if offset == size:
+            return LogPart(offset=offset, next_offset=offset, size=size, text="")
+        data = self._redacted(offset, limit)
+        at_end = offset + len(data) >= size
+        if not (final and at_end):
+            data = data[: len(data) - _cut_character(data)]
+        return LogPart(
+            offset=offset, next_offset=offset + len(data), size=size, text=data.decode("utf-8", errors="replace")
+        )
+
+    def tail(self, lines: int, *, final: bool = False) -> LogPart:
+        """Return the last `lines` lines, looking back a mebibyte at most."""
+        size = self.log_size()
+        start = max(0, size - TAIL_REACH)
+        data = self._redacted(start, size - start)
+        if start:
+            data = data[data.find(b"\n") + 1 :]
+            start = size - len(data)
+        kept = data.splitlines(keepends=True)[-lines:] if lines > 0 else []
+        begin = start + len(data) - sum(map(len, kept))
+        return self.read_log(offset=begin, limit=TAIL_REACH, final=final)
+
+    def last_line(self) -> str:
+        """Return the last line of the log that says something, cut to 300 characters."""
+        text = self.tail(50, final=True).text
+        meant = [line.strip() for line in text.replace("\r", "\n").splitlines() if any(map(str.isalnum, line))]
+        return meant[-1][:300] if meant else ""
+
+    def _redacted(self, offset: int, length: int) -> bytes:
+        token = self.token().encode()
+        margin = len(token)  # a token that straddles the border is found as well
+        begin = max(0, offset - margin)
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(begin)
+                data = file.read(offset - begin + length + margin)
+        except OSError:
+            return b""
+        if token:
+            data = data.replace(token, b"*" * len(token))
+        return data[offset - begin : offset - begin + length]
+
+    def spool_size(self) -> int:
+        """Return the bytes the spool file has."""
+        try:
+            return (self.path / "spool.jsonl").stat().st_size
+        except OSError:
+            return 0
+
+    def spool(self, *, after: int) -> Iterator[list[Record]]:
+        """Yield the spooled records with a seq above `after`, a batch at a time.
+
+        A line that is no record is passed over: the last one may be half written, for one.
+        """
+        with contextlib.suppress(FileNotFoundError), (self.path / "spool.jsonl").open("rb") as file:
+            batch: list[Record] = []
+            while line := file.readline(MAX_LINE):
+                if not line.endswith(b"\n"):
+                    continue
+                with contextlib.suppress(ValidationError):
+                    record = _RECORD.validate_json(line)
+                    if record.seq > after:
+                        batch.append(record)
+                if len(batch) >= MAX_RECORDS_PER_POST:
+                    yield batch
+                    batch = []
+            if batch:
+                yield batch
+
+
+def hash_token(token: str) -> str:
+    """Return what is stored of a token; it has 256 random bits, so one plain hash is enough."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _cut_character(data: bytes) -> int:
+    """Return how many bytes at the end begin a UTF-8 character whose rest is missing."""
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte & 0xC0 == 0x80:  # a continuation byte: the start is further back
+            continue
+        needs = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+        return back if 0xC0 <= byte < 0xF8 and needs > back else 0
+    return 0

@@ -1,0 +1,202 @@
+"""What pages and routes may ask of the control plane: submit, list, look, cancel, report. One method per question.
+
+Parses nothing that came over HTTP and draws nothing; every method is safe to call from any thread, and blocks.
+"""
+
+from __future__ import annotations
+
+import hmac
+import threading
+from collections.abc import Callable, Sequence
+
+from twinstep.platform.scheduler.rundir import LogPart, RunDir, hash_token
+from twinstep.platform.settings import Settings
+from twinstep.platform.store.records import EventPage, Job, JobDetail, JobPage, MetricPage, Run, View
+from twinstep.platform.store.store import Store
+from twinstep.spec.errors import AuthError, ConflictError, Fault, NotFoundError, SpecError
+from twinstep.spec.job import JobSpec
+from twinstep.spec.report import ReportAck, ReportBatch
+from twinstep.spec.states import RunState
+
+MAX_PAGE = 200  # jobs or events one answer holds at most
+MAX_POINTS = 10_000  # metric points one answer holds at most
+READY_AGE_S = 30.0  # a reconciler that has not passed for so long is stuck
+
+
+class Readiness(View):
+    """Whether the control plane does its work."""
+
+    ready: bool
+    reconciler_age_seconds: float | None
+    """Since the last whole pass over the runs; null before the first."""
+    detail: str
+    """What is wrong, or that nothing is."""
+
+
+class Service:
+    """The control plane, to those who use it."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        *,
+        nudge: Callable[[], None] = lambda: None,
+        reconciler_age: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """`nudge` makes the reconciler look at once; `reconciler_age` tells when it last did."""
+        self.settings = settings
+        self.closing = threading.Event()
+        """Set when the control plane is about to end: streams end first."""
+        self._store = store
+        self._nudge = nudge
+        self._age = reconciler_age
+
+    # ---- jobs ----
+
+    def submit_job(self, spec: JobSpec, *, actor: str = "user") -> JobDetail:
+        """Store a job; the scheduler takes it from there.
+
+        Raises:
+            SpecError: no backend of this control plane can run it; nothing is stored.
+        """
+        _check_runnable(spec)
+        job = self._store.create_job(spec, actor=actor)
+        self._nudge()
+        return job
+
+    def list_jobs(self, *, limit: int = 50, cursor: str | None = None, state: RunState | None = None) -> JobPage:
+        """Return jobs, newest first; give a page's `next_cursor` for the next one."""
+        return self._store.jobs(limit=_within(limit, MAX_PAGE), cursor=cursor, state=state)
+
+    def get_job(self, job_id: str) -> JobDetail:
+        """Return a job with its spec, or raise NotFoundError."""
+        return self._store.job(job_id)
+
+    def cancel_job(self, job_id: str, *, actor: str = "user") -> JobDetail:
+        """Ask for a job to stop. Asking again, also once it is cancelled, changes nothing.
+
+        Raises:
+            NotFoundError: no such job.
+            ConflictError: it had already succeeded or failed.
+        """
+        job = self._store.job(job_id)
+        if not self._store.request_cancel(job.run_id, actor=actor):
+            job = self._store.job(job_id)
+            if job.state in (RunState.SUCCEEDED, RunState.FAILED):
+                raise ConflictError(
+                    f"job {job_id} has {job.state} already and cannot be cancelled",
+                    remedy="nothing to do: it holds no resources any more",
+                )
+            return job
+        self._nudge()
+        return self._store.job(job_id)
+
+    # ---- what belongs to a job ----
+
+    def list_runs(self, job_id: str) -> list[Run]:
+        """Return a job's runs, first attempt first, or raise NotFoundError."""
+        if runs := self._store.runs(job_id):
+            return runs
+        self._store.job(job_id)
+        return []
+
+    def list_events(self, job_id: str, *, after: int = 0, limit: int = 200) -> EventPage:
+        """Return a job's events after a cursor, oldest first, or raise NotFoundError."""
+        page = self._store.events(job_id, after=after, limit=_within(limit, MAX_PAGE))
+        if not page.items:
+            self._store.job(job_id)
+        return page
+
+    def list_metrics(
+        self,
+        job_id: str,
+        *,
+        after: int = 0,
+        names: Sequence[str] = (),
+        limit: int = 1000,
+        run_id: str | None = None,
+    ) -> MetricPage:
+        """Return metric points of a job's newest run (or of `run_id`) after a cursor, or raise NotFoundError."""
+        run = self._run_of(job_id, run_id)
+        return self._store.metrics(run, after=after, names=names, limit=_within(limit, MAX_POINTS))
+
+    def read_log(
+        self, job_id: str, *, offset: int = 0, limit: int = 65536, tail: int | None = None, run_id: str | None = None
+    ) -> LogPart:
+        """Return a part of the log of a job's newest run (or of `run_id`) from a byte offset, or its last lines."""
+        run = self._store.run(self._run_of(job_id, run_id))
+        directory = self.run_dir(run.id)
+        if tail is not None:
+            return directory.tail(tail, final=run.is_final)
+        return directory.read_log(offset=offset, limit=limit, final=run.is_final)
+
+    def run_dir(self, run_id: str) -> RunDir:
+        """Return the directory of a run that the store knows."""
+        return RunDir(self.settings.runs_dir, run_id)
+
+    def change_count(self, job_id: str) -> int:
+        """Return a number that changes whenever this process writes something about the job. Asks no database."""
+        return self._store.changes.count(job_id)
+
+    def _run_of(self, job_id: str, run_id: str | None) -> str:
+        job: Job = self._store.job(job_id)
+        if run_id is None or run_id == job.run_id:
+            return job.run_id
+        if self._store.run(run_id).job_id != job_id:
+            raise NotFoundError(f"job {job_id} has no run {run_id!r}", remedy=f"list them: GET /v1/jobs/{job_id}/runs")
+        return run_id
+
+    # ---- workers ----
+
+    def report(self, run_id: str, token: str, batch: ReportBatch) -> ReportAck:
+        """Take in a worker's records, each once.
+
+        Raises:
+            AuthError: the token is not the run's, or there is no such run: the answer does not say which.
+        """
+        self.check_token(run_id, token)
+        done = self._store.ingest(run_id, batch.records)
+        return ReportAck(acked=done.acked, cancel=done.cancel)
+
+    def check_token(self, run_id: str, token: str) -> None:
+        """Raise AuthError unless `token` is the run's. Takes the same time whatever is wrong."""
+        stored = self._store.token_hash(run_id) or hash_token("")
+        if not hmac.compare_digest(stored, hash_token(token)) or not token:
+            raise AuthError(
+                "the run token is missing or wrong",
+                remedy="send `Authorization: Bearer TOKEN` with the TWINSTEP_RUN_TOKEN the worker was started with",
+            )
+
+    def readiness(self) -> Readiness:
+        """Say whether the database answers and the reconciler passes."""
+        self._store.jobs(limit=1)
+        age = self._age()
+        if age is None:
+            detail = "the reconciler has not passed yet"
+        elif age > READY_AGE_S:
+            detail = f"the reconciler has not passed for {age:.0f} s; look into the control plane's log"
+        else:
+            return Readiness(ready=True, reconciler_age_seconds=age, detail="runs are looked after")
+        return Readiness(ready=False, reconciler_age_seconds=age, detail=detail)
+
+
+def _within(limit: int, most: int) -> int:
+    return max(1, min(limit, most))
+
+
+def _check_runnable(spec: JobSpec) -> None:
+    kind = spec.accelerator.kind
+    if kind != "cpu":
+        fault = Fault(
+            field="accelerator.kind",
+            problem="cannot run on this control plane, which has only its own machine",
+            given=f"'{kind}'",
+            allowed="cpu",
+            remedy="kind: cpu",
+        )
+        raise SpecError(
+            f"spec is not valid: no {kind} to run on here",
+            remedy="set accelerator: cpu to run it here",
+            faults=(fault,),
+        )

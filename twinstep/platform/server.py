@@ -1,0 +1,197 @@
+"""One control plane as a process: claim the port, then the data directory, open the store, look after runs, serve.
+
+The order matters: whatever is refused is refused before anything is made. Ending leaves the runs running; the next
+control plane on the same data directory finds them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from twinstep.platform.api import create_app
+from twinstep.platform.dashboard import mount
+from twinstep.platform.scheduler.local import LocalBackend
+from twinstep.platform.scheduler.reconcile import Reconciler
+from twinstep.platform.scheduler.service import Service
+from twinstep.platform.scheduler.supervise import write_json
+from twinstep.platform.settings import Settings
+from twinstep.platform.store.store import Store
+from twinstep.spec.errors import UnavailableError
+
+SERVER_FILE = "server.json"  # in the data directory: {"url": …, "pid": …}; there as long as the control plane is
+_BACKLOG = 256
+_GRACE_S = 5  # for requests under way when the control plane is told to end
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlane:
+    """The parts of a control plane that is assembled and not yet started."""
+
+    settings: Settings
+    store: Store
+    backend: LocalBackend
+    reconciler: Reconciler
+    service: Service
+    app: FastAPI
+
+    def close(self) -> None:
+        """End the reconciler and close the store; runs go on."""
+        self.service.closing.set()
+        self.reconciler.stop()
+        self.backend.let_go()
+        self.store.close()
+
+
+def assemble(settings: Settings, *, pages: bool = True) -> ControlPlane:
+    """Open the store and put the parts together; nothing runs yet.
+
+    Raises:
+        UnavailableError: the data directory or the database cannot be used.
+    """
+    store = Store(settings.database)
+    backend = LocalBackend(settings.runs_dir, command=settings.worker_command, api_url=settings.url)
+    reconciler = Reconciler(
+        store,
+        backend,
+        max_parallel_runs=settings.max_parallel_runs,
+        every_seconds=settings.reconcile_seconds,
+    )
+    service = Service(store, settings, nudge=reconciler.nudge, reconciler_age=reconciler.age)
+    app = create_app(service)
+    if pages:
+        mount(app, service, settings)
+    return ControlPlane(settings, store, backend, reconciler, service, app)
+
+
+def serve(settings: Settings, *, on_ready: Callable[[str], None] = lambda url: None, pages: bool = True) -> None:
+    """Run a control plane until it is told to end (SIGINT, SIGTERM); `on_ready` gets its URL once it answers.
+
+    Raises:
+        UnavailableError: the port or the data directory is in use or cannot be used; nothing was made.
+    """
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(_listen(settings))
+        settings = replace(settings, port=listener.getsockname()[1])
+        stack.enter_context(_claim(settings.data_dir))
+        plane = assemble(settings, pages=pages)
+        stack.callback(plane.close)
+        plane.reconciler.start()
+        server = _Server(plane, on_ready)
+        with _terminated_quietly(), contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which tells when it answers, and ends live streams before it waits for them."""
+
+    def __init__(self, plane: ControlPlane, on_ready: Callable[[str], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                plane.app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=_GRACE_S,
+                server_header=False,
+            )
+        )
+        self._plane = plane
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer, then write where."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            settings = self._plane.settings
+            write_json(settings.data_dir / SERVER_FILE, {"url": settings.url, "pid": os.getpid()})
+            self._on_ready(settings.url)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End: streams first, else the grace is spent waiting for them."""
+        self._plane.service.closing.set()
+        super().handle_exit(sig, frame)
+
+
+@contextlib.contextmanager
+def _listen(settings: Settings) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # A port whose last connections still linger may be taken again; one that somebody listens on may not.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise UnavailableError(
+                f"port {settings.port} on {settings.host} cannot be used: {error.strerror or error}",
+                remedy="stop what listens there, or choose another with --port (0 takes a free one)",
+            ) from None
+        yield listener
+    finally:
+        listener.close()
+
+
+@contextlib.contextmanager
+def _claim(data_dir: Path) -> Iterator[None]:
+    """Hold the data directory: two control planes on one would each look after the other's runs."""
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (data_dir / "lock").open("a")
+    except OSError as error:
+        raise UnavailableError(
+            f"the data directory {data_dir} cannot be used: {error.strerror or error}",
+            remedy="set TWINSTEP_DATA_DIR (or --data-dir) to a directory you can write",
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = running(data_dir) or {}
+            raise UnavailableError(
+                f"another control plane uses {data_dir}" + (f": {other['url']} (pid {other['pid']})" if other else ""),
+                remedy="use that one, or stop it first, or give this one another data directory",
+            ) from None
+        try:
+            yield
+        finally:
+            (data_dir / SERVER_FILE).unlink(missing_ok=True)
+
+
+def running(data_dir: Path) -> dict[str, Any] | None:
+    """Return `url` and `pid` of the control plane on `data_dir`, as its file says; None where there is none.
+
+    The file of one that was killed may still be there: whoever needs to know asks the URL.
+    """
+    try:
+        told = json.loads((data_dir / SERVER_FILE).read_bytes())
+        return {"url": str(told["url"]), "pid": int(told["pid"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def _terminated_quietly() -> Iterator[None]:
+    """uvicorn ends on SIGTERM and then sends it again: to us, for whom it is no reason to skip the tidying."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
