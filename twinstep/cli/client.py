@@ -1,0 +1,213 @@
+"""The control plane as the command sees it: find it, ask it, and turn what it answers into data or one of our errors.
+
+Answers stay plain dictionaries, read leniently: an older command must live with a newer control plane.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote, urlsplit
+
+import httpx
+
+from twinstep.cli.output import RemoteError, UnreachableError
+from twinstep.spec.errors import (
+    AuthError,
+    ConflictError,
+    Fault,
+    NotFoundError,
+    SpecError,
+    TwinstepError,
+    UnavailableError,
+)
+
+DEFAULT_URL = "http://127.0.0.1:8765"
+TIMEOUT = httpx.Timeout(30.0, connect=5.0)
+PAGE = 200
+MAX_PREFIX_PAGES = 100  # 20,000 jobs looked through for a name or a prefix; beyond that, give the id
+
+_BY_CODE: dict[str, type[TwinstepError]] = {
+    kind.code: kind for kind in (SpecError, NotFoundError, ConflictError, AuthError, UnavailableError)
+}
+_BY_STATUS: dict[int, type[TwinstepError]] = {
+    401: AuthError,
+    403: AuthError,
+    404: NotFoundError,
+    409: ConflictError,
+    422: SpecError,
+}
+
+
+def find_url(given: str | None, environ: Mapping[str, str]) -> str:
+    """Return the control plane's address: as given, else TWINSTEP_URL, else what `up` wrote, else the default.
+
+    Raises:
+        UnavailableError: what was given is no HTTP address.
+    """
+    url = given or environ.get("TWINSTEP_URL") or _written_url(environ) or DEFAULT_URL
+    parts = urlsplit(url)
+    try:
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        usable = False
+    if not usable:
+        raise UnavailableError(
+            f"{url!r} is not the address of a control plane", remedy=f"give one of the form {DEFAULT_URL}"
+        )
+    return url.rstrip("/")
+
+
+def _written_url(environ: Mapping[str, str]) -> str | None:
+    """Return the address in DATA_DIR/server.json, None where there is none that can be read."""
+    from twinstep.platform.settings import default_data_dir
+
+    try:
+        data = json.loads(Path(default_data_dir(environ), "server.json").read_bytes())
+        return str(data["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class ControlPlane:
+    """One control plane over HTTP. Use it as a context manager."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        # No proxy from the environment: a control plane on loopback is not the proxy's.
+        self._http = httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False, follow_redirects=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._http.close()
+
+    def get(self, path: str, **params: Any) -> Any:
+        """Return what GET `path` answers, as JSON."""
+        return self._ask("GET", path, params={key: value for key, value in params.items() if value is not None})
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """Return what POST `path` answers, as JSON."""
+        return self._ask("POST", path, json=body)
+
+    def jobs(self, *, state: str | None = None, limit: int = PAGE) -> Iterator[dict[str, Any]]:
+        """Yield jobs, newest first, page by page."""
+        cursor: str | None = None
+        while True:
+            page = self.get("/v1/jobs", limit=min(limit, PAGE), cursor=cursor, state=state)
+            yield from page["items"]
+            cursor = page.get("next_cursor")
+            if cursor is None:
+                return
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """Return one job with its spec."""
+        answer: dict[str, Any] = self.get(f"/v1/jobs/{quote(job_id, safe='')}")
+        return answer
+
+    def find(self, ref: str) -> dict[str, Any]:
+        """Return the job that `ref` means: an id, the newest job of that name, or the one id it begins.
+
+        Raises:
+            NotFoundError: nothing fits, or more than one id begins so.
+        """
+        if ref.startswith("job-"):
+            try:
+                return self.job(ref)
+            except NotFoundError:
+                pass
+        begins: list[str] = []
+        for count, job in enumerate(self.jobs()):
+            if job["name"] == ref:  # newest first, so the first is the newest
+                return self.job(job["id"])
+            if job["id"].startswith(ref) or job["id"].removeprefix("job-").startswith(ref):
+                begins.append(job["id"])
+            if count > PAGE * MAX_PREFIX_PAGES:
+                break
+        if len(begins) == 1:
+            return self.job(begins[0])
+        if begins:
+            some = ", ".join(begins[:3]) + (", …" if len(begins) > 3 else "")
+            raise NotFoundError(
+                f"{ref!r} begins the ids of {len(begins)} jobs: {some}", remedy="give more of the id, or all of it"
+            )
+        raise NotFoundError(f"no job has the id or the name {ref!r}", remedy="twinstep ls lists them")
+
+    @contextmanager
+    def stream(self, path: str, *, params: Mapping[str, Any], last_event_id: str = "") -> Iterator[Iterator[str]]:
+        """Open a stream of server-sent events and give its lines.
+
+        Raises:
+            UnreachableError: the connection cannot be made, or is lost while lines are read.
+        """
+        headers = {"Accept": "text/event-stream"}
+        if last_event_id:
+            headers["Last-Event-ID"] = last_event_id
+        timeout = httpx.Timeout(5.0, read=60.0)  # the server says something every few seconds, if only a comment
+        try:
+            with self._http.stream("GET", path, params=dict(params), headers=headers, timeout=timeout) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise problem(response)
+                yield response.iter_lines()
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from None
+
+    def _ask(self, method: str, path: str, **options: Any) -> Any:
+        try:
+            response = self._http.request(method, path, **options)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        if not response.is_success:
+            raise problem(response)
+        try:
+            return response.json()
+        except ValueError:
+            raise RemoteError(
+                f"{self.url}{path} did not answer with JSON", remedy="is it Twinstep's control plane? check --url"
+            ) from None
+
+    def _unreachable(self, error: Exception) -> UnreachableError:
+        detail = " ".join(str(error).split()) or type(error).__name__
+        return UnreachableError(
+            f"the control plane at {self.url} does not answer: {detail}",
+            remedy="start one with `twinstep up`, or name another with --url or TWINSTEP_URL",
+        )
+
+
+def problem(response: httpx.Response) -> TwinstepError:
+    """Turn an answer that is an error (RFC 9457 problem details, or anything) into one of our errors."""
+    try:
+        data = response.json()
+    except ValueError:
+        data = None
+    if not isinstance(data, dict):
+        data = {}
+    code = str(data.get("code", ""))
+    kind = _BY_CODE.get(code) or _BY_STATUS.get(response.status_code, RemoteError)
+    said = data.get("detail") or data.get("title") or response.reason_phrase
+    text = said if isinstance(said, str) and said else "no reason given"
+    if kind is RemoteError:
+        text = f"the control plane answered {response.status_code}: {text}"
+    faults = data.get("faults") or data.get("errors")
+    return kind(
+        text,
+        remedy=str(data.get("remedy", "")),
+        faults=tuple(_fault(item) for item in faults if isinstance(item, dict)) if isinstance(faults, list) else (),
+    )
+
+
+def _fault(item: Mapping[str, Any]) -> Fault:
+    keys = ("field", "problem", "given", "allowed", "remedy")
+    return Fault(**{key: str(item.get(key, "")) for key in keys})
+
+
+def environ_url(given: str | None) -> str:
+    """Return `find_url` with this process's environment."""
+    return find_url(given, os.environ)

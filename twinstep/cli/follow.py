@@ -1,0 +1,150 @@
+"""Watch a job: its stream of server-sent events, taken up again where it broke, shown as a bar or as plain lines.
+
+The stream's message ids are cursors, so nothing is missed or shown twice when the control plane restarts. What a
+follower shows is in `live.py`; this file only carries messages.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from twinstep.cli.output import EXIT_FAILED, RemoteError, UnreachableError, console, print_json
+
+if TYPE_CHECKING:
+    from twinstep.cli.client import ControlPlane
+
+GIVE_UP_S = 120.0  # a control plane that is away so long is not just restarting
+BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One server-sent event."""
+
+    event: str
+    data: str
+    id: str
+
+
+def parse_sse(lines: Iterable[str]) -> Iterator[Message]:
+    """Yield the messages of an event stream, as the HTML standard reads one; comments and other fields are passed over.
+
+    A message without its blank line at the end (the stream broke) is dropped, as the standard says.
+    """
+    event, data, last_id = "", list[str](), ""
+    for line in lines:
+        if not line:
+            if data:
+                yield Message(event=event or "message", data="\n".join(data), id=last_id)
+            event, data = "", []
+            continue
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if name == "event":
+            event = value
+        elif name == "data":
+            data.append(value)
+        elif name == "id" and "\0" not in value:
+            last_id = value
+
+
+def messages(
+    plane: ControlPlane,
+    job_id: str,
+    *,
+    kinds: Iterable[str],
+    give_up_s: float = GIVE_UP_S,
+    announce: Callable[[str], None] = lambda problem: None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (event, data) of a job's stream until `end`, connecting again after every break.
+
+    `announce(problem)` is told once of each break. Before the first connection an absent control plane is an error at
+    once; later ones are waited for.
+
+    Raises:
+        UnreachableError: the control plane stayed away for `give_up_s` seconds, or was not there to begin with.
+        NotFoundError: there is no such job.
+    """
+    path, last_id, tries, lost_at = f"/v1/jobs/{quote(job_id, safe='')}/stream", "", 0, 0.0
+    connected_once = False
+    while True:
+        try:
+            with plane.stream(path, params={"kinds": list(kinds)}, last_event_id=last_id) as lines:
+                connected_once = True
+                for message in parse_sse(lines):
+                    tries, lost_at, last_id = 0, 0.0, message.id or last_id
+                    yield message.event, _data(message)
+                    if message.event == "end":
+                        return
+            problem: Exception | None = None  # closed without `end`: the control plane is ending
+        except (UnreachableError, RemoteError) as error:
+            if not connected_once:
+                raise
+            problem = error
+        now = time.monotonic()
+        lost_at = lost_at or now
+        if now - lost_at > give_up_s:
+            raise problem or UnreachableError(
+                f"the stream of {job_id} keeps closing", remedy=f"try later: twinstep get {job_id}"
+            )
+        if tries == 1:  # one quick reconnect is nobody's concern
+            announce("the control plane is away; the job goes on without it, waiting for it to come back")
+        time.sleep(BACKOFF_S[min(tries, len(BACKOFF_S) - 1)])
+        tries += 1
+
+
+def _data(message: Message) -> dict[str, Any]:
+    try:
+        data = json.loads(message.data)
+    except ValueError:
+        data = None
+    return data if isinstance(data, dict) else {}
+
+
+def follow_job(plane: ControlPlane, job_id: str, *, as_json: bool) -> int:
+    """Show a job until it ends; return 0 where it succeeded, else 1."""
+    from twinstep.cli.live import PlainView, RichView
+
+    if as_json:
+        return _follow_json(plane, job_id)
+    screen = console()
+    view = RichView(screen) if screen.is_terminal else PlainView()
+    state = ""
+    with view:
+        for event, data in messages(plane, job_id, kinds=("state", "event", "metrics"), announce=view.say):
+            view.show(event, data)
+            if event == "end":
+                state = str(data.get("state"))
+    view.finish(plane.job(job_id))
+    return 0 if state == "succeeded" else EXIT_FAILED
+
+
+def _follow_json(plane: ControlPlane, job_id: str) -> int:
+    """Print each message as one JSON line, and the whole job last."""
+    for event, data in messages(plane, job_id, kinds=("state", "event", "metrics")):
+        if event != "end":
+            print_json({event: data})
+    job = plane.job(job_id)
+    print_json({"job": job, "summary": job.get("summary")})
+    return 0 if job["state"] == "succeeded" else EXIT_FAILED
+
+
+def log_text(plane: ControlPlane, job_id: str, *, follow: bool) -> Iterator[str]:
+    """Yield a job's log piece by piece: what is there, or with `follow` until the job ends."""
+    if follow:
+        for event, data in messages(plane, job_id, kinds=("log",)):
+            if event == "log":
+                yield str(data.get("text", ""))
+        return
+    offset, path = 0, f"/v1/jobs/{quote(job_id, safe='')}/logs"
+    while True:
+        part = plane.get(path, offset=offset, limit=1024 * 1024)
+        yield part["text"]
+        if part["next_offset"] == offset or part["next_offset"] >= part["size"]:
+            return
+        offset = part["next_offset"]

@@ -1,0 +1,98 @@
+"""Commands that need no control plane, or are one: up, train, validate, schema."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from twinstep.cli.output import console, print_json, summary_table
+from twinstep.cli.specfile import read_spec
+from twinstep.spec.errors import UnavailableError
+
+SpecArg = Annotated[str, typer.Argument(metavar="SPEC", help="A job spec in YAML or JSON; - reads standard input.")]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON, errors included, for programs to read.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("up")(up)
+    app.command("train")(train)
+    app.command("validate")(validate)
+    app.command("schema")(schema)
+
+
+def up(
+    port: Annotated[
+        int | None, typer.Option("--port", "-p", min=0, max=65535, help="TCP port on loopback; 0 takes a free one.")
+    ] = None,
+    data_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--data-dir",
+            metavar="DIR",
+            help="Where jobs are kept; else TWINSTEP_DATA_DIR, else ~/.local/share.",
+        ),
+    ] = None,
+    max_parallel: Annotated[int, typer.Option("--max-parallel", min=1, help="Runs at once; others wait.")] = 1,
+) -> int:
+    """Start a control plane here: REST API, dashboard, local runs. Ctrl-C ends it; runs go on."""
+    import os
+    from pathlib import Path
+
+    from twinstep.platform.server import serve
+    from twinstep.platform.settings import DEFAULT_PORT, Settings, default_data_dir
+
+    settings = Settings(
+        data_dir=Path(data_dir).expanduser() if data_dir else default_data_dir(os.environ),
+        port=DEFAULT_PORT if port is None else port,
+        max_parallel_runs=max_parallel,
+    )
+
+    def ready(url: str) -> None:
+        print(f"control plane ready: {url}\ndata in {settings.data_dir}; Ctrl-C ends it, runs go on", flush=True)
+
+    serve(settings, on_ready=ready)
+    return 0
+
+
+def train(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
+    """Run a job spec on this machine, without a control plane."""
+    spec = read_spec(spec_path)
+    try:
+        from twinstep.worker.train import run_spec
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "twinstep":
+            raise
+        raise UnavailableError(
+            f"training needs the package {error.name}, which is not installed here",
+            remedy="pip install 'twinstep[worker,data]', or submit the job to a control plane that has them",
+        ) from None
+    # With --json, standard output is for the one result alone.
+    screen = console(stderr=as_json)
+    summary = run_spec(spec, console=screen, quiet=as_json)
+    if as_json:
+        print_json({"summary": summary.model_dump(mode="json")})
+    else:
+        screen.print(summary_table(summary.model_dump(mode="json")))
+    return 0
+
+
+def validate(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
+    """Check a job spec: say ok, or name each field to mend."""
+    spec = read_spec(spec_path)
+    if as_json:
+        print_json({"ok": True, "spec": spec.model_dump(mode="json")})
+    else:
+        print(f"ok: {spec.name} ({spec.model.kind} on {spec.data.dataset}, {spec.compile.backend})")
+    return 0
+
+
+def schema() -> int:
+    """Print the JSON Schema of a job spec."""
+    import json
+
+    from twinstep.spec.parse import spec_json_schema
+
+    print(json.dumps(spec_json_schema(), indent=2))
+    return 0

@@ -1,0 +1,197 @@
+"""Commands that ask a control plane: submit, ls, get, logs, cancel. JOB is an id, the start of one, or a name."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from itertools import islice
+from typing import Annotated, Any
+
+import typer
+
+from twinstep.cli.here import JsonOpt, SpecArg
+from twinstep.cli.output import (
+    STATE_STYLES,
+    clean,
+    console,
+    duration,
+    number,
+    one_line,
+    plain_table,
+    print_json,
+    summary_table,
+)
+from twinstep.cli.specfile import read_spec
+from twinstep.spec.states import RunState
+
+JobArg = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, the start of one, or its name (the newest).")]
+UrlOpt = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", help="The control plane; else TWINSTEP_URL, else the one `up` started."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("submit")(submit)
+    app.command("ls")(ls)
+    app.command("get")(get)
+    app.command("logs")(logs)
+    app.command("cancel")(cancel)
+
+
+def submit(
+    spec_path: SpecArg,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Watch the job until it ends.")] = False,
+    as_json: JsonOpt = False,
+    url: UrlOpt = None,
+) -> int:
+    """Hand a job spec to the control plane, and watch it with --follow."""
+    from twinstep.cli.client import ControlPlane, environ_url
+
+    spec = read_spec(spec_path)
+    with ControlPlane(environ_url(url)) as plane:
+        job = plane.post("/v1/jobs", spec.model_dump(mode="json"))
+        page = f"{plane.url}/jobs/{job['id']}"
+        if as_json:
+            print_json({"job": job, "url": page})
+        else:
+            print(f"submitted {one_line(job['name'])} as {job['id']}\n{page}", flush=True)
+        if not follow:
+            return 0
+        from twinstep.cli.follow import follow_job
+
+        return follow_job(plane, job["id"], as_json=as_json)
+
+
+def ls(
+    state: Annotated[RunState | None, typer.Option("--state", help="Only jobs in this state.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many, the newest first.")] = 50,
+    as_json: JsonOpt = False,
+    url: UrlOpt = None,
+) -> int:
+    """List jobs, newest first."""
+    from twinstep.cli.client import ControlPlane, environ_url
+
+    with ControlPlane(environ_url(url)) as plane:
+        jobs = list(islice(plane.jobs(state=state.value if state else None, limit=limit), limit))
+    if as_json:
+        print_json({"jobs": jobs})
+        return 0
+    if not jobs:
+        print(f"no {state.value + ' ' if state else ''}jobs; `twinstep submit SPEC` adds one", file=sys.stderr)
+        return 0
+    table = plain_table("id", "name", "state", "step", "examples/s", "AUC", "age", right=("step", "examples/s", "AUC"))
+    from rich.text import Text
+
+    for job in jobs:
+        progress, summary = job.get("progress") or {}, job.get("summary") or {}
+        table.add_row(
+            job["id"],
+            one_line(job["name"], width=40),
+            Text(job["state"], style=STATE_STYLES.get(job["state"], "")),
+            steps(progress),
+            number(summary.get("examples_per_s", progress.get("examples_per_s")), 1),
+            number(summary.get("auc")),
+            duration(time.time() - job["created_at"]),
+        )
+    screen = console()
+    # Read by a program, a row must stay one line, however long.
+    screen.print(table, width=None if screen.is_terminal else 200)
+    return 0
+
+
+def get(job_ref: JobArg, as_json: JsonOpt = False, url: UrlOpt = None) -> int:
+    """Show one job: state, run, progress, and the summary once it has ended."""
+    from twinstep.cli.client import ControlPlane, environ_url
+
+    with ControlPlane(environ_url(url)) as plane:
+        job = plane.find(job_ref)
+        page = f"{plane.url}/jobs/{job['id']}"
+    if as_json:
+        print_json({"job": job, "url": page})
+        return 0
+    show_job(job, page=page)
+    return 0
+
+
+def show_job(job: Mapping[str, Any], *, page: str) -> None:
+    """Print a job for people."""
+    from rich.text import Text
+
+    screen, table = console(), plain_table("", "")
+    table.show_header = False
+    state = Text(job["state"], style=STATE_STYLES.get(job["state"], ""))
+    if job.get("reason"):
+        state.append(f"  {one_line(job['reason'])}", style="dim")
+    progress = job.get("progress") or {}
+    started, ended = job.get("started_at"), job.get("finished_at")
+    took = None if started is None else (ended if ended is not None else time.time()) - started
+    rows: list[tuple[str, Any]] = [
+        ("job", job["id"]),
+        ("name", one_line(job["name"])),
+        ("state", state),
+        ("run", f"{job['run_id']} (attempt {job['attempt']})"),
+        ("submitted", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["created_at"]))),
+        ("took", duration(took)),
+        ("progress", progress_line(progress)),
+        ("page", page),
+    ]
+    for name, value in rows:
+        table.add_row(Text(name, style="dim"), value)
+    screen.print(table, soft_wrap=True)
+    if job.get("summary"):
+        screen.print()
+        screen.print(summary_table(job["summary"]))
+
+
+def steps(progress: Mapping[str, Any]) -> str:
+    """Return `120/300`, or a dash before the first report."""
+    return f"{progress.get('step', 0)}/{progress.get('total_steps', 0)}" if progress else "–"
+
+
+def progress_line(progress: Mapping[str, Any]) -> str:
+    """Return a progress report on one line."""
+    if not progress:
+        return "nothing reported yet"
+    parts = [f"{one_line(str(progress.get('phase', '')), width=20)}, step {steps(progress)}"]
+    if progress.get("examples_per_s") is not None:
+        parts.append(f"{number(progress['examples_per_s'], 1)} examples/s")
+    if progress.get("eta_s") and progress.get("phase") != "done":
+        parts.append(f"{duration(progress['eta_s'])} of steps left")
+    return ", ".join(parts)
+
+
+def logs(
+    job_ref: JobArg,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    url: UrlOpt = None,
+) -> int:
+    """Print the log of a job's newest run."""
+    from twinstep.cli.client import ControlPlane, environ_url
+    from twinstep.cli.follow import log_text
+
+    with ControlPlane(environ_url(url)) as plane:
+        job = plane.find(job_ref)
+        raw = not sys.stdout.isatty()  # a file gets the bytes as they are; a terminal must not be steered by them
+        for text in log_text(plane, job["id"], follow=follow):
+            sys.stdout.write(text if raw else clean(text))
+            sys.stdout.flush()
+    return 0
+
+
+def cancel(job_ref: JobArg, as_json: JsonOpt = False, url: UrlOpt = None) -> int:
+    """Ask for a job to stop."""
+    from urllib.parse import quote
+
+    from twinstep.cli.client import ControlPlane, environ_url
+
+    with ControlPlane(environ_url(url)) as plane:
+        job = plane.find(job_ref)
+        job = plane.post(f"/v1/jobs/{quote(job['id'], safe='')}/cancel")
+    if as_json:
+        print_json({"job": job})
+    else:
+        print(f"{one_line(job['name'])} ({job['id']}) is asked to stop; it is {job['state']} now")
+    return 0

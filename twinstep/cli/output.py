@@ -1,0 +1,157 @@
+"""What the command prints: JSON, tables, and errors with their exit codes.
+
+Every text that came from outside (names, reasons, logs) passes `clean` before it reaches a terminal: a log line must
+not move the cursor, retitle the window or pass for the command's own words. Nothing here asks the control plane.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from twinstep.spec.errors import AuthError, CompileError, TrainError, TwinstepError, UnavailableError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+# C0 and C1 controls but tab and newline become visible pictures; U+FFFD stands for those that have none.
+_CONTROLS = {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)}
+_CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+# Bidirectional overrides can make a line read as what it is not.
+_CONTROLS |= dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
+
+STATE_STYLES = {
+    "pending": "dim",
+    "queued": "cyan",
+    "starting": "cyan",
+    "running": "blue",
+    "restarting": "yellow",
+    "succeeded": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+}
+
+
+class UnreachableError(UnavailableError):
+    """The control plane does not answer: nothing was wrong with what the user asked for."""
+
+    code = "unreachable"
+
+
+class RemoteError(TwinstepError):
+    """The control plane answered with an error that is its own (5xx), or with something that is no answer of ours."""
+
+    code = "remote_error"
+
+
+def clean(text: str) -> str:
+    """Return `text` with control characters made visible, tabs and newlines kept."""
+    return text.translate(_CONTROLS)
+
+
+def one_line(text: str, *, width: int = 0) -> str:
+    """Return `text` cleaned and on one line, cut to `width` characters where `width` is given."""
+    line = " ".join(clean(text).split())
+    return line if not width or len(line) <= width else line[: width - 1] + "…"
+
+
+def exit_code(error: TwinstepError) -> int:
+    """Return 1 where the work failed or the control plane is away, 2 where the user has something to mend."""
+    if isinstance(error, TrainError | CompileError | UnreachableError | RemoteError):
+        return EXIT_FAILED
+    return EXIT_USAGE
+
+
+def error_json(error: TwinstepError) -> dict[str, Any]:
+    """Return the error as `--json` prints it."""
+    faults = [
+        {key: getattr(fault, key) for key in ("field", "problem", "given", "allowed", "remedy")}
+        for fault in error.faults
+    ]
+    return {"error": {"code": error.code, "problem": error.problem, "remedy": error.remedy, "faults": faults}}
+
+
+def report_error(error: TwinstepError, *, as_json: bool) -> None:
+    """Print the error: one JSON line to standard output, or its lines to standard error."""
+    if as_json:
+        print_json(error_json(error))
+        return
+    lines = [f"error: {one_line(error.problem)}"]
+    lines += [f"  {one_line(fault.line())}" for fault in error.faults]
+    # Each fault's line already ends with what mends it.
+    if error.remedy and not error.faults:
+        lines.append(f"fix: {one_line(error.remedy)}")
+    if isinstance(error, AuthError):
+        lines.append("note: on loopback the control plane asks for no token; check --url")
+    print("\n".join(lines), file=sys.stderr)
+
+
+def print_json(data: Any) -> None:
+    """Print one JSON value on one line, flushed, so that a reader of a stream sees it at once."""
+    print(json.dumps(data, ensure_ascii=False, allow_nan=False, default=str), flush=True)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that takes text as it is: no markup, no emoji codes, no guessing at highlights."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=False)
+
+
+def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """Return an empty table without frame; columns named in `right` are aligned to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold dim")
+    for column in columns:
+        table.add_column(
+            column, justify="right" if column in right else "left", overflow="fold" if column == "id" else "ellipsis"
+        )
+    return table
+
+
+def number(value: Any, digits: int = 4) -> str:
+    """Return a figure for people: `digits` after the point, a dash where there is none."""
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds as `8 s`, `3 min 20 s`, `2 h 5 min` or `3 d 4 h`; a dash for None."""
+    if seconds is None:
+        return "–"
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = int(seconds)
+    for unit, size, small, rest in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            count, left = whole // size, whole % size // rest
+            return f"{count} {unit} {left} {small}" if left else f"{count} {unit}"
+    return f"{whole} s"
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Return the table a finished run ends with: backend, speed, compile, held-out scores, the baselines' AUC."""
+    baselines = summary.get("baselines") or {}
+    names = [name for name in baselines if isinstance(baselines[name], Mapping)][:6]
+    heads = ["backend", "steps", "examples/s", "compile s", "AUC", "NE"]
+    heads += [f"AUC {one_line(name, width=24).replace('_', ' ')}" for name in names]
+    table = plain_table(*heads, right=tuple(heads[1:]))
+    table.add_row(
+        one_line(str(summary.get("backend", "–")), width=24),
+        number(summary.get("steps")),
+        number(summary.get("examples_per_s"), 1),
+        number(summary.get("compile_s"), 1),
+        number(summary.get("auc")),
+        number(summary.get("ne")),
+        *[number(baselines[name].get("auc")) for name in names],
+    )
+    return table

@@ -1,0 +1,195 @@
+"""The page `/jobs/ID`: one job from its spec to its summary, live while it runs.
+
+Each refresh reads what is new since the last: events, log and points go by cursors, so a long run costs no more than
+a short one. Reading is the reader's, off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NamedTuple
+
+from nicegui import run, ui
+
+from twinstep.platform.dashboard import theme
+from twinstep.platform.dashboard.parts import (
+    Charts,
+    Events,
+    Facts,
+    LogTail,
+    Table,
+    attempt_rows,
+    compile_seconds,
+    summary_rows,
+)
+from twinstep.platform.dashboard.reader import Reader
+from twinstep.platform.dashboard.views import EventLine, JobDetail, Lines, LogPiece
+from twinstep.spec.errors import NotFoundError, TwinstepError
+
+REFRESH_SECONDS = 1.0
+FINAL_EVERY = 5  # a job that ended is looked at every fifth time: late reports, another attempt
+
+
+class _Read(NamedTuple):
+    """What one refresh read."""
+
+    detail: JobDetail
+    lines: Lines
+    events: list[EventLine]
+    event_at: int
+    log: LogPiece | None
+
+
+class JobPage:
+    """One browser's view of one job."""
+
+    def __init__(self, reader: Reader, detail: JobDetail) -> None:
+        self.reader, self.job_id = reader, detail.row.id
+        self.run_id, self.log_at, self.event_at, self.ticks = "", -1, 0, 0
+        self.compile_s: dict[str, float] = {}
+        """Seconds of compiling by run, summed from events until the summary says it."""
+        self.row = detail.row
+        # A click refreshes too; two reads from one cursor would show the same events twice.
+        self.reading = asyncio.Lock()
+        with theme.frame():
+            self._head(detail)
+            self.reason = theme.text("", "tw-reason tw-hide").mark("reason")
+            self.facts = Facts()
+            self.charts = Charts()
+            with theme.div("tw-two"):
+                with theme.card("Summary", note="held-out scores beside the baselines'"):
+                    self.no_summary = theme.text("Shown when the run has ended well.", "tw-dim tw-small tw-note")
+                    self.summary = Table("tw-kv")
+                self.events = Events()
+                self.log = LogTail()
+                self._spec(detail)
+            with theme.div("tw-below"), theme.card("Attempts", note="runs of this job"):
+                self.attempts = Table("tw-attempts")
+
+    def _head(self, detail: JobDetail) -> None:
+        row = detail.row
+        with theme.div("tw-job-head"):
+            with theme.div("tw-min"):
+                with theme.div("tw-job-title"):
+                    theme.tag("h1", row.name, "tw-h1")
+                    self.chip = theme.Chip(row.state)
+                about = f"{row.model} · {row.dataset} · {row.backend} · submitted "
+                about += time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created))
+                theme.text(row.id, "tw-mono tw-dim")
+                theme.text(about, "tw-dim tw-small")
+            self.cancel = theme.button("Cancel", "tw-btn-bad").mark("cancel")
+        with ui.dialog() as dialog, theme.div("tw-dialog"):
+            theme.text(f"Cancel {row.name}?", "tw-empty-title")
+            theme.text(
+                "Its worker is asked to stop, and killed if it does not within its grace time. "
+                "What it has reported so far is kept.",
+                "tw-dim",
+            )
+            with theme.div("tw-dialog-row"):
+                theme.button("Keep running").on("click", dialog.close)
+                theme.button("Cancel the job", "tw-btn-fill").on("click", self._cancel).mark("confirm")
+        self.dialog = dialog
+        self.cancel.on("click", dialog.open)
+
+    def _spec(self, detail: JobDetail) -> None:
+        with theme.card("Spec", note="defaults filled in") as right:
+            with right:
+                theme.button("Copy", "tw-btn-small").on("click", lambda: self._copy(detail.spec_yaml)).mark("copy")
+            theme.text(detail.spec_yaml, "tw-yaml").mark("spec")
+
+    @staticmethod
+    def _copy(text: str) -> None:
+        ui.clipboard.write(text)
+        ui.notify("Spec copied", position="bottom", timeout=1500)
+
+    async def _cancel(self) -> None:
+        self.dialog.close()
+        try:
+            await run.io_bound(self.reader.cancel, self.job_id)
+        except TwinstepError as error:
+            ui.notify(str(error), type="negative", position="bottom")
+        self.ticks = 1
+        await self.refresh()
+
+    async def refresh(self) -> None:
+        """Read what is new and show it; a store that does not answer is said, and asked again."""
+        tick, self.ticks = self.ticks, self.ticks + 1
+        if self.row.final and tick > 1 and tick % FINAL_EVERY:
+            return
+        async with self.reading:
+            try:
+                # The log comes once the browser is there: it scrolls to its end when lines are added to it.
+                read = await run.io_bound(self._read, with_log=tick > 0)
+            except Exception as error:
+                self.reason.set_text(f"Not refreshed: {error}")
+                theme.show(self.reason, True)
+                return
+            if read is not None and not self.attempts.root.is_deleted:  # the server stops, or the browser has gone
+                self._show(read)
+
+    def _read(self, *, with_log: bool) -> _Read:
+        """Read the job and what follows the cursors. In a thread of its own: touches no element, moves no cursor."""
+        detail = self.reader.job(self.job_id)
+        lines = self.reader.lines(self.job_id, detail.run_id)
+        events, event_at = self.reader.events(self.job_id, after=self.event_at)
+        log_at = self.log_at if detail.run_id == self.run_id else -1
+        log = self.reader.log(self.job_id, detail.run_id, at=log_at) if with_log else None
+        return _Read(detail, lines, events, event_at, log)
+
+    def _show(self, read: _Read) -> None:
+        detail, lines, events = read.detail, read.lines, read.events
+        now, row = time.time(), detail.row
+        if detail.run_id != self.run_id:
+            self.run_id = detail.run_id
+            self.log_at = -1
+            self.log.reset()
+        self.row, self.event_at = row, read.event_at
+        self.chip.set(row.state)
+        theme.enable(self.cancel, not row.final and not row.cancel_requested)
+        self.cancel.set_text("Cancelling…" if row.cancel_requested and not row.final else "Cancel")
+        self.reason.set_text(row.reason)
+        theme.show(self.reason, row.state == "failed" and bool(row.reason))
+        summary = detail.summary or {}
+        nes = lines.points.get("ne")
+        for event in events:
+            self.compile_s[event.run_id] = self.compile_s.get(event.run_id, 0.0) + compile_seconds(event)
+        compile_s = summary.get("compile_s") or self.compile_s.get(self.run_id) or None
+        self.facts.update(row, compile_s=compile_s, ne=summary.get("ne", nes[-1][1] if nes else None), now=now)
+        self.charts.update(detail.run_id, lines)
+        self.events.add(events)
+        if read.log is not None:
+            self.log_at = read.log.next
+            self.log.add(read.log.text, skipped=read.log.skipped, flush=row.final and read.log.at_end)
+        theme.show(self.no_summary, detail.summary is None)
+        if detail.summary is not None:
+            self.summary.set(("", ""), summary_rows(detail.summary))
+        self.attempts.set(("", "State", "Run", "Duration", "Reason"), attempt_rows(detail.attempts, now=now))
+
+
+async def build(reader: Reader, job_id: str) -> None:
+    """Build the page for one browser, filled at once, and keep it current; a page that says so where there is no job.
+
+    The status of the answer is then 404.
+    """
+    try:
+        detail = await run.io_bound(reader.job, job_id)
+    except NotFoundError:
+        build_missing(f"There is no job {job_id[:80]!r}.")
+        return
+    if detail is None:  # the server stops
+        return
+    ui.page_title(f"{detail.row.name} · Twinstep")
+    page = JobPage(reader, detail)
+    await page.refresh()
+    ui.timer(REFRESH_SECONDS, page.refresh, immediate=False)
+
+
+def build_missing(problem: str) -> None:
+    """Build the page for an address that leads nowhere."""
+    ui.context.client.status_code = 404
+    ui.page_title("Not found · Twinstep")
+    with theme.frame(), ui.element("section").classes("tw-card tw-empty"):
+        theme.text("Not found", "tw-empty-title")
+        theme.text(problem, "tw-dim tw-wrap")
+        ui.link("All jobs", "/").classes("tw-btn")

@@ -1,0 +1,267 @@
+"""The parts of a job's page: facts, charts, events, log, summary, attempts. Each shows data it is handed, once.
+
+Parts send only what differs; none of them reads the store. Whatever a worker or a user wrote is shown as text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from nicegui import ui
+
+from twinstep.platform.dashboard import charts, theme, words
+from twinstep.platform.dashboard.views import Attempt, EventLine, JobRow, Lines
+
+MAX_EVENTS = 200
+MAX_LOG_LINES = 400
+MAX_LINE = 2000  # characters of one log line; a longer one is cut
+_COMPILES = ("compil", "recompil")
+
+
+class Facts:
+    """Key figures in a row, and the progress bar under them."""
+
+    NAMES = ("Step", "examples/s", "Loss", "Held-out AUC", "Held-out NE", "Compile", "Duration")
+
+    def __init__(self) -> None:
+        self.state = ""
+        with ui.element("section").classes("tw-card") as self.root:
+            with theme.div("tw-facts"):
+                self.values = {name: self._fact(name) for name in self.NAMES}
+            with theme.div("tw-progress-wide"):
+                self.bar = theme.Bar()
+                with theme.div("tw-progress-line"):
+                    self.phase = theme.text("")
+                    self.eta = theme.text("", "tw-num")
+
+    @staticmethod
+    def _fact(name: str) -> ui.label:
+        with theme.div():
+            theme.text(name, "tw-fact-name")
+            return theme.text(words.DASH, "tw-fact-value")
+
+    def update(self, row: JobRow, *, compile_s: float | None, ne: float | None, now: float) -> None:
+        """Show the figures as they are now."""
+        total = f" / {row.total_steps:,}" if row.total_steps else ""
+        figures = {
+            "Step": f"{row.step:,}{total}" if row.step or total else words.DASH,
+            "examples/s": words.rate(row.examples_per_s),
+            "Loss": words.number(row.loss),
+            "Held-out AUC": words.number(row.auc),
+            "Held-out NE": words.number(ne),
+            "Compile": words.duration(compile_s),
+            "Duration": words.duration(row.seconds(now)),
+        }
+        for name, figure in figures.items():
+            self.values[name].set_text(figure)
+        self.bar.set(row.step, row.total_steps)
+        self.root.classes(remove=f"tw-is-{self.state}", add=f"tw-is-{row.state}")
+        self.state = row.state
+        self.phase.set_text(phase_words(row))
+        eta = row.eta_s is not None and not row.final and row.state == "running"
+        self.eta.set_text(f"about {words.duration(row.eta_s)} of steps left" if eta else "")
+
+
+def phase_words(row: JobRow) -> str:
+    """Return what the job does now, in a few words; compiling is kept apart from steps."""
+    if row.final:
+        return {"succeeded": "Finished", "failed": "Failed", "cancelled": "Cancelled"}[row.state]
+    if row.cancel_requested:
+        return "Stopping: the worker was asked to end"
+    if row.state in ("pending", "queued"):
+        return "Waiting for a free slot"
+    return {
+        "compiling": "Compiling the step: no steps are counted meanwhile",
+        "training": "Training",
+        "evaluating": "Evaluating on held-out events",
+        "done": "Finishing",
+    }.get(row.phase, "Starting")
+
+
+class Charts:
+    """Loss, held-out quality and speed over steps, at most a thousand points each."""
+
+    def __init__(self) -> None:
+        with theme.div("tw-charts"):
+            with theme.card("Loss", note="training"):
+                self.loss = ui.echart(charts.loss_chart()).classes("tw-chart").mark("chart-loss")
+            with theme.card("AUC and NE", note="held out"):
+                self.quality = ui.echart(charts.quality_chart()).classes("tw-chart").mark("chart-quality")
+            with theme.card("Throughput", note="examples per second"):
+                self.speed = ui.echart(charts.speed_chart()).classes("tw-chart").mark("chart-speed")
+        self.drawn: tuple[str, int] = ("", -1)
+
+    def update(self, run_id: str, lines: Lines) -> None:
+        """Draw a run's lines; only charts whose points differ are sent."""
+        if (run_id, lines.version) == self.drawn:
+            return
+        self.drawn = (run_id, lines.version)
+        for chart, names in (
+            (self.loss, ("loss",)),
+            (self.quality, ("auc", "ne")),
+            (self.speed, ("examples_per_s",)),
+        ):
+            changed = False
+            for line, name in zip(chart.options["series"], names, strict=True):
+                points = lines.points.get(name, [])
+                if points != line["data"]:
+                    changed = True
+                    line["data"] = points
+                    # A single point has no line to be seen by; scores held out are few and deserve their dots.
+                    line["showSymbol"] = len(points) <= (40 if chart is self.quality else 1)
+            if changed:
+                chart.update()
+
+
+class Events:
+    """The newest events, newest on top."""
+
+    def __init__(self) -> None:
+        with theme.card("Events", note="newest first"):
+            self.none = theme.text("Nothing has happened yet", "tw-dim tw-small tw-note")
+            with theme.div("tw-events-box"):
+                self.body = theme.div("tw-events").mark("events")
+
+    def add(self, events: Sequence[EventLine]) -> None:
+        """Put events, oldest first, on top of those shown; the oldest beyond the limit go."""
+        if events:
+            theme.show(self.none, False)
+        for event in events[-MAX_EVENTS:]:
+            with self.body:
+                self._line(event).move(self.body, target_index=0)
+        children = self.body.default_slot.children
+        while len(children) > MAX_EVENTS:
+            self.body.remove(children[-1])
+
+    @staticmethod
+    def _line(event: EventLine) -> ui.element:
+        with theme.div(f"tw-event {event_class(event)}") as line:
+            theme.text(time.strftime("%H:%M:%S", time.localtime(event.time)), "tw-dim tw-small tw-num").tooltip(
+                time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(event.time))
+            )
+            theme.div("tw-event-dot")
+            with theme.div():
+                theme.text(event_title(event), "tw-event-name")
+                if event.reason:
+                    theme.text(words.cut(event.reason, 600), "tw-event-text tw-small")
+                if event.actor:
+                    theme.text(f"by {event.actor}", "tw-dim tw-small")
+        return line
+
+
+def event_title(event: EventLine) -> str:
+    """Return an event's heading: `starting → running`, `compiled · 8.4 s`."""
+    data = event.data
+    if event.name == "state_changed" and "from" in data and "to" in data:
+        return words.cut(f"{data['from']} → {data['to']}", 80)
+    seconds = data.get("seconds")
+    timed = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    title = event.name.replace("_", " ") + (f" · {words.duration(seconds)}" if timed else "")
+    return words.cut(title, 80)
+
+
+def event_class(event: EventLine) -> str:
+    """Return the class that colours an event's dot."""
+    if event.name.startswith(_COMPILES):
+        return "tw-event-compile"
+    state = event.data.get("to", event.name)
+    if state in ("failed", "cancelled"):
+        return "tw-event-bad"
+    if state == "succeeded" or event.name == "evaluated":
+        return "tw-event-good"
+    return "tw-event-state" if "to" in event.data else ""
+
+
+def compile_seconds(event: EventLine) -> float:
+    """Return the seconds of a compile event, 0 of any other."""
+    seconds = event.data.get("seconds")
+    if not isinstance(seconds, int | float) or event.name not in ("compiled", "recompiled"):
+        return 0.0
+    return float(seconds)
+
+
+class LogTail:
+    """The end of a run's log; follows while scrolled to the bottom."""
+
+    def __init__(self) -> None:
+        with theme.card("Log"):
+            self.log = ui.log(max_lines=MAX_LOG_LINES).classes("tw-log").mark("log")
+        self.partial = ""
+
+    def reset(self) -> None:
+        """Forget every line: another run begins."""
+        self.log.clear()
+        self.partial = ""
+
+    def add(self, text: str, *, skipped: int, flush: bool) -> None:
+        """Append text; a line that has not ended waits for its end, or for `flush`."""
+        if skipped:
+            self.log.push(f"… {skipped:,} bytes not shown; `twinstep logs` has them …")
+            self.partial = ""
+        *lines, self.partial = (self.partial + text).split("\n")
+        if (flush or len(self.partial) > MAX_LINE) and self.partial:
+            lines, self.partial = [*lines, self.partial], ""
+        for line in lines[-MAX_LOG_LINES:]:
+            # A progress bar redraws its line with carriage returns: what stands last is what was to be seen.
+            shown = line.rstrip("\r").rsplit("\r", 1)[-1]
+            self.log.push(words.cut(words.printable(shown), MAX_LINE) or " ")
+
+
+class Table:
+    """A small table that is rebuilt only when its content differs."""
+
+    def __init__(self, classes: str) -> None:
+        self.root = theme.div(f"tw-table {classes}")
+        self.content: Any = None
+
+    def set(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Show these rows."""
+        if (heads, rows) == self.content:
+            return
+        self.content = (heads, rows)
+        self.root.clear()
+        with self.root:
+            for head in heads:
+                theme.text(head, "tw-th")
+            for row in rows:
+                for index, cell in enumerate(row):
+                    theme.text(cell, "tw-num" + (" tw-wrap" if index == len(row) - 1 else ""))
+
+
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a finished run's summary as names and figures, the baselines beside the model's AUC."""
+    get = summary.get
+    rows = [("Held-out AUC", words.number(get("auc")))]
+    baselines = get("baselines")
+    if isinstance(baselines, dict):
+        for name, score in list(baselines.items())[:8]:
+            auc = score.get("auc") if isinstance(score, dict) else None
+            rows.append((f"AUC of {words.cut(str(name), 40).replace('_', ' ')}", words.number(auc)))
+    rows += [
+        ("Held-out NE", words.number(get("ne"))),
+        ("Final loss", words.number(get("final_loss"))),
+        ("Backend", words.cut(str(get("backend", words.DASH)), 40)),
+        ("Steps", words.number(get("steps"))),
+        ("Training examples", words.number(get("examples"))),
+        ("examples/s", words.rate(get("examples_per_s"))),
+        ("Compile", words.duration(get("compile_s"))),
+        ("Training", words.duration(get("train_s"))),
+        ("Evaluation", f"{words.duration(get('eval_s'))} on {words.number(get('eval_examples'))} examples"),
+        ("Parameters", words.number(get("parameters"))),
+    ]
+    versions = get("versions")
+    if isinstance(versions, dict) and versions:
+        shown = ", ".join(f"{name} {version}" for name, version in list(versions.items())[:12])
+        rows.append(("Versions", words.cut(shown, 300)))
+    return rows
+
+
+def attempt_rows(attempts: Sequence[Attempt], *, now: float) -> list[tuple[str, ...]]:
+    """Return the runs, the newest first: number, state, run id, duration, reason."""
+    rows: list[tuple[str, ...]] = []
+    for run in reversed(attempts[-50:]):
+        took = None if run.started is None else (run.ended if run.ended is not None else now) - run.started
+        rows.append((str(run.number), run.state, run.id, words.duration(took), words.cut(run.reason, 300)))
+    return rows

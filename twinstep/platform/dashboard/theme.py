@@ -1,0 +1,116 @@
+"""The look of every page: colours, type, header, chips, cards. System fonts only; nothing is fetched from anywhere.
+
+Pages build from these few parts, so that they look alike. NiceGUI sends nothing for a text or class set to what it
+is already, so pages set freely on each refresh. No data is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
+
+from nicegui import ui
+from nicegui.elements.mixins.text_element import TextElement
+
+LOGO = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" width="22" height="22" aria-hidden="true">'
+    '<rect x="2" y="12" width="5.5" height="9" rx="1.6" fill="#5b5bd6"/>'
+    '<rect x="9.2" y="7.5" width="5.5" height="13.5" rx="1.6" fill="#5b5bd6" opacity=".62"/>'
+    '<rect x="16.4" y="3" width="5.5" height="18" rx="1.6" fill="#12a594"/></svg>'
+)
+
+
+def add_style() -> None:
+    """Put the style sheet on the page being built."""
+    css = resources.files("twinstep.platform.dashboard").joinpath("style.css").read_text(encoding="utf-8")
+    ui.add_head_html(f"<style>{css}</style>")
+
+
+def div(classes: str = "") -> ui.element:
+    """Return a plain container."""
+    return ui.element("div").classes(classes)
+
+
+def text(content: str, classes: str = "") -> ui.label:
+    """Return a piece of text; whatever it holds is shown as it is, never read as HTML."""
+    return ui.label(content).classes(classes)
+
+
+def tag(name: str, content: str, classes: str = "") -> TextElement:
+    """Return an HTML element `name` that holds text."""
+    return TextElement(tag=name, text=content).classes(classes)
+
+
+def button(content: str, classes: str = "") -> TextElement:
+    """Return a plain button."""
+    return tag("button", content, f"tw-btn {classes}").props('type="button"')
+
+
+def show(element: ui.element, yes: bool) -> None:
+    """Show or hide an element."""
+    element.classes(remove="tw-hide") if yes else element.classes(add="tw-hide")
+
+
+def enable(element: ui.element, yes: bool) -> None:
+    """Let a button be pressed, or not."""
+    element.props(remove="disabled") if yes else element.props("disabled")
+
+
+@contextmanager
+def frame(*, home: bool = False) -> Iterator[None]:
+    """Build the page's header and hold its content in one centred column."""
+    add_style()
+    with ui.element("header").classes("tw-top"), div("tw-top-in"):
+        with ui.link(target="/").classes("tw-brand"):
+            ui.html(LOGO, sanitize=False)
+            text("Twinstep")
+        with ui.element("nav").classes("tw-nav"):
+            ui.link("Jobs", "/").classes("tw-here" if home else "")
+            ui.link("API", "/openapi.json")
+    with ui.element("main").classes("tw-main"):
+        yield
+
+
+@contextmanager
+def card(title: str, *, note: str = "", classes: str = "") -> Iterator[ui.element]:
+    """Build a framed section with a heading; the value is the element to the right in the heading's row."""
+    with ui.element("section").classes(f"tw-card {classes}"):
+        with div("tw-card-head"):
+            tag("h2", title, "tw-h2")
+            if note:
+                text(note, "tw-dim tw-small")
+            right = div("tw-card-right")
+        yield right
+
+
+class Chip:
+    """A state as a coloured pill; setting the same state again sends nothing to the browser."""
+
+    def __init__(self, state: str) -> None:
+        self.state = state
+        self.label = text(state, f"tw-chip tw-{state}")
+
+    def set(self, state: str) -> None:
+        """Show another state."""
+        if state != self.state:
+            self.label.classes(remove=f"tw-{self.state}", add=f"tw-{state}")
+            self.label.set_text(state)
+            self.state = state
+
+
+class Bar:
+    """A thin progress bar with its share as the accessible value."""
+
+    def __init__(self) -> None:
+        self.share = -1.0
+        with div("tw-bar").props('role="progressbar" aria-valuemin="0" aria-valuemax="100"') as self.track:
+            self.fill = div("tw-bar-fill")
+
+    def set(self, step: int, total: int) -> None:
+        """Show `step` of `total`; nothing is sent while the bar would not move by a tenth of a percent."""
+        share = round(100 * min(step / total, 1.0), 1) if total > 0 else 0.0
+        if share != self.share:
+            self.share = share
+            self.fill.style(f"width: {share}%")
+            self.track.props(f'aria-valuenow="{share:.0f}"')

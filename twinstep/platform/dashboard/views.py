@@ -1,0 +1,113 @@
+"""What the pages show, as plain data. `reader.py` fills these from the service; pages know nothing of the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinstep.spec.states import FINAL, RunState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRow:
+    """One job in the list. Times are Unix seconds."""
+
+    id: str
+    name: str
+    state: str
+    reason: str = ""
+    """Why the newest run is in this state, in one sentence; may be empty."""
+    model: str
+    dataset: str
+    backend: str
+    phase: str = ""
+    """What the worker does now: starting, compiling, training, evaluating, done; empty before its first report."""
+    step: int = 0
+    total_steps: int = 0
+    examples_per_s: float | None = None
+    eta_s: float | None = None
+    loss: float | None = None
+    auc: float | None = None
+    created: float
+    started: float | None = None
+    ended: float | None = None
+    cancel_requested: bool = False
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing will change any more."""
+        return RunState(self.state) in FINAL
+
+    def seconds(self, now: float) -> float | None:
+        """Seconds the newest run has taken so far, or took; None before it started."""
+        if self.started is None:
+            return None
+        return (self.ended if self.ended is not None else now) - self.started
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPageOf:
+    """One page of the list, newest first."""
+
+    rows: tuple[JobRow, ...]
+    next_cursor: str | None
+    """Where the next page begins; None on the last one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One run of a job. Times are Unix seconds."""
+
+    id: str
+    number: int
+    state: str
+    reason: str
+    started: float | None
+    ended: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobDetail:
+    """A job with all its runs, the newest last."""
+
+    row: JobRow
+    run_id: str
+    """The newest run."""
+    spec_yaml: str
+    attempts: tuple[Attempt, ...]
+    summary: dict[str, Any] | None = None
+    """RunSummary of the newest run, once it has one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lines:
+    """What the charts draw of a run."""
+
+    points: dict[str, list[list[float]]]
+    """[step, value] points by metric name; at most `series.MAX_POINTS` each."""
+    version: int
+    """Differs whenever the points do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventLine:
+    """Something that happened, and who did it."""
+
+    time: float
+    name: str
+    reason: str
+    actor: str = ""
+    run_id: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogPiece:
+    """Part of a log: what follows `start`, and where the next part begins, in bytes."""
+
+    text: str
+    next: int
+    skipped: int = 0
+    """Bytes between the cursor asked for and this text, left out to keep the page small."""
+    at_end: bool = True
+    """Whether nothing follows at present."""
