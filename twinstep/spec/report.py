@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 MAX_RECORDS_PER_POST = 1000
+MAX_COUNT = 2**53 - 1  # the largest whole number that JSON readers agree on; databases hold it too
 MAX_TEXT = 4096  # characters; a reason or message longer than this is cut by the worker
 
 _FROZEN = ConfigDict(frozen=True, extra="ignore")  # newer workers may say more than an older control plane knows
@@ -22,9 +23,9 @@ class MetricRecord(BaseModel):
 
     model_config = _FROZEN
     kind: Literal["metric"] = "metric"
-    seq: int = Field(ge=1)
-    time: float = Field(description="Unix seconds on the worker's clock")
-    step: int = Field(ge=0)
+    seq: int = Field(ge=1, le=MAX_COUNT)
+    time: FiniteFloat = Field(description="Unix seconds on the worker's clock")
+    step: int = Field(ge=0, le=MAX_COUNT)
     values: dict[str, float | None]
 
 
@@ -33,8 +34,8 @@ class EventRecord(BaseModel):
 
     model_config = _FROZEN
     kind: Literal["event"] = "event"
-    seq: int = Field(ge=1)
-    time: float
+    seq: int = Field(ge=1, le=MAX_COUNT)
+    time: FiniteFloat
     name: str = Field(max_length=64, description="snake_case: compiled, recompiled, evaluated, stopped")
     reason: str = Field(max_length=MAX_TEXT, description="one sentence for people")
     data: dict[str, Any] = Field(default_factory=dict)
@@ -45,11 +46,11 @@ class ProgressRecord(BaseModel):
 
     model_config = _FROZEN
     kind: Literal["progress"] = "progress"
-    seq: int = Field(ge=1)
-    time: float
+    seq: int = Field(ge=1, le=MAX_COUNT)
+    time: FiniteFloat
     phase: Literal["starting", "compiling", "training", "evaluating", "done"]
-    step: int = Field(ge=0)
-    total_steps: int = Field(ge=0)
+    step: int = Field(ge=0, le=MAX_COUNT)
+    total_steps: int = Field(ge=0, le=MAX_COUNT)
     examples_per_s: float | None = None
     eta_s: float | None = Field(default=None, description="seconds to the last step, compile not counted")
 
@@ -59,8 +60,8 @@ class ResultRecord(BaseModel):
 
     model_config = _FROZEN
     kind: Literal["result"] = "result"
-    seq: int = Field(ge=1)
-    time: float
+    seq: int = Field(ge=1, le=MAX_COUNT)
+    time: FiniteFloat
     summary: RunSummary
 
 
