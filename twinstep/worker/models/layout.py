@@ -118,14 +118,16 @@ class Layout:
         contextual, history, candidates = torch.split(x_ME, [B * C, T, B * K])
         if not self.aligned:
             history = _Permute.apply(history, self.slot_token_BU.reshape(-1), self.token_slot_T)  # type: ignore[no-untyped-call]
-        shape = (B, -1, x_ME.shape[1])
-        return torch.cat((contextual.reshape(B, C, -1), history.reshape(shape), candidates.reshape(B, K, -1)), dim=1)
+        parts = ((contextual, C), (history, self.num_history), (candidates, K))
+        # The width is written out: it cannot be told from the size of a part without slots.
+        return torch.cat([part.reshape(B, slots, x_ME.shape[1]) for part, slots in parts], dim=1)
 
     def pack(self, x_BSE: Tensor) -> Tensor:
         """[B, S, E] rows → [M, E] packed tokens; dummies get zeros, or what stands in an empty slot if aligned."""
         C, U = self.num_contextual, self.num_history
         contextual, history, candidates = (
-            part.reshape(-1, x_BSE.shape[2]) for part in torch.split(x_BSE, [C, U, self.num_candidates], dim=1)
+            part.reshape(part.shape[0] * part.shape[1], x_BSE.shape[2])
+            for part in torch.split(x_BSE, [C, U, self.num_candidates], dim=1)
         )
         if not self.aligned:
             history = _Permute.apply(history, self.token_slot_T, self.slot_token_BU.reshape(-1))  # type: ignore[no-untyped-call]
