@@ -220,11 +220,11 @@ def from_validation(error: ValidationError) -> RequestError:
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return what OpenAPI is told of the problems a route answers with; 503 is always one."""
+    """Return what OpenAPI is told of the problems a route answers with; some every route may."""
     return {
         status: {
             "description": HTTPStatus(status).phrase,
             "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
         }
-        for status in sorted({*statuses, 403, 503})
+        for status in sorted({*statuses, 403, 422, 503})
     }

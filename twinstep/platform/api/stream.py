@@ -73,7 +73,7 @@ def begin(
 
 
 @router.get(
-    "/jobs/{job_id}/stream", response_class=EventSourceResponse, responses=responses(404, 422), summary="Follow a job"
+    "/jobs/{job_id}/stream", response_class=EventSourceResponse, responses=responses(404), summary="Follow a job"
 )
 async def stream(
     service: Asked,

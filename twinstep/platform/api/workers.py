@@ -28,7 +28,7 @@ _BATCH_BODY = {
 @router.post(
     "/runs/{run_id}/reports",
     openapi_extra=_BATCH_BODY,
-    responses=responses(401, 413, 415, 422),
+    responses=responses(401, 413, 415),
     summary="Report what a worker saw",
 )
 async def report(

@@ -51,6 +51,8 @@ class LocalBackend:
         Raises:
             UnavailableError: its directory cannot be written, or no process can be started.
         """
+        if self._child_runs(run_id):
+            return
         directory = self.run_dir(run_id)
         directory.prepare(spec)
         order = {
@@ -82,8 +84,7 @@ class LocalBackend:
     def observe(self, run_id: str) -> Sight:
         """Return what is to be seen of a run."""
         path = self.run_dir(run_id).path
-        child = self._children.get(run_id)
-        launching = child is not None and child.poll() is None  # poll() also lets go of one that has ended
+        launching = self._child_runs(run_id)
         supervisor = Process.from_json(_read_json(path / "supervisor.json"))
         alive = supervisor is not None and supervisor.alive()
         # Read last: a supervisor writes how the worker ended and only then goes.
@@ -94,6 +95,10 @@ class LocalBackend:
             return Sight(seen=Seen.ALIVE if alive else Seen.VANISHED)
         launches = self._launches.get(run_id, 0)
         return replace(Sight(seen=Seen.LAUNCHING if launching else Seen.ABSENT), launches=launches)
+
+    def _child_runs(self, run_id: str) -> bool:
+        child = self._children.get(run_id)
+        return child is not None and child.poll() is None  # poll() also lets go of one that has ended
 
     def stop(self, run_id: str) -> None:
         """Ask the supervisor to end the worker, with force after the spec's grace. Asking again changes nothing."""

@@ -23,6 +23,8 @@ from typing import Any
 from twinstep.platform.scheduler.procs import Process
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+END_TRIES = 600  # one a second
+LONGEST_WAIT_S = 3600.0  # a limit of many years is more than the system call takes
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -62,7 +64,7 @@ class _Watch:
         try:
             worker = self._start()
         except OSError as error:
-            write_json(self.run_dir / "exit.json", ending(code=127, problem=f"the worker cannot be started: {error}"))
+            self._tell_end(ending(code=127, problem=f"the worker cannot be started: {error}"))
             return
         started = Process.of(worker.pid)
         self._tell({"worker": started.to_json() if started else {"pid": worker.pid}})
@@ -80,13 +82,12 @@ class _Watch:
         # The leader is not yet reaped, so its group's number is still its own: what is left in it is ours to kill.
         _signal_group(worker.pid, signal.SIGKILL)
         code = worker.wait()
-        write_json(
-            self.run_dir / "exit.json",
+        self._tell_end(
             ending(
                 code=code if code >= 0 else None,
                 signal_name=signal.Signals(-code).name if code < 0 else None,
                 stopped=self.stopped,
-            ),
+            )
         )
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -120,11 +121,19 @@ class _Watch:
         me = self.me.to_json() if self.me else {}  # in /proc, which a running process always has
         write_json(self.run_dir / "supervisor.json", me | {"time": time.time()} | more)
 
+    def _tell_end(self, how: dict[str, Any]) -> None:
+        # Without this file a run that succeeded counts as vanished: a full disk is waited for.
+        for _ in range(END_TRIES):
+            with contextlib.suppress(OSError):
+                write_json(self.run_dir / "exit.json", how)
+                return
+            time.sleep(1)
+
     @staticmethod
     def _wait(until: float | None) -> int | None:
         if until is None:
             return signal.sigwait(_WATCHED)
-        info = signal.sigtimedwait(_WATCHED, max(0.0, until - time.monotonic()))
+        info = signal.sigtimedwait(_WATCHED, min(max(0.0, until - time.monotonic()), LONGEST_WAIT_S))
         return info.si_signo if info else None
 
 

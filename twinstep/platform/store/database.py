@@ -38,7 +38,7 @@ class Database:
         except (UnavailableError, DatabaseError) as error:
             self._engine.dispose()
             problem = error.problem if isinstance(error, UnavailableError) else _said(error)
-            remedy = error.remedy if isinstance(error, UnavailableError) else "check the file, or set another data_dir"
+            remedy = error.remedy if isinstance(error, UnavailableError) else "give another data directory (--data-dir)"
             where = self._engine.url.database or url
             raise UnavailableError(f"the database {where} cannot be used: {problem}", remedy=remedy) from None
 
@@ -88,7 +88,9 @@ def _engine(url: str) -> Engine:
             return create_engine(parsed, pool_pre_ping=True)
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
         raise UnavailableError(f"the database URL is not usable: {error}", remedy="leave it out for SQLite") from None
-    _make_directory(Path(parsed.database or "twinstep.db").parent)
+    if not parsed.database or parsed.database == ":memory:":
+        raise UnavailableError("a database in memory is lost with the process", remedy="name a file: sqlite:///PATH")
+    _make_directory(Path(parsed.database).parent)
     engine = create_engine(
         parsed, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}, pool_size=10, max_overflow=40
     )
