@@ -51,10 +51,10 @@ def find_url(given: str | None, environ: Mapping[str, str]) -> str:
         UnavailableError: what was given is no HTTP address.
     """
     url = given or environ.get("TWINSTEP_URL") or _written_url(environ) or DEFAULT_URL
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # a port that is no number, a bracket that does not close
         usable = False
     if not usable:
         raise UnavailableError(

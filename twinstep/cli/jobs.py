@@ -96,9 +96,7 @@ def ls(
             number(summary.get("auc")),
             duration(time.time() - job["created_at"]),
         )
-    screen = console()
-    # Read by a program, a row must stay one line, however long.
-    screen.print(table, width=None if screen.is_terminal else 200)
+    console().print(table)
     return 0
 
 

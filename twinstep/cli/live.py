@@ -72,8 +72,7 @@ class _View:
         screen = console()
         screen.print(f"{one_line(job['name'])} ({job['id']}) {job['state']}: {one_line(job.get('reason') or '')}")
         if job.get("summary"):
-            # Read by a program, the table must not be folded to 80 columns.
-            screen.print(summary_table(job["summary"]), width=None if screen.is_terminal else 160)
+            screen.print(summary_table(job["summary"]))
 
 
 class PlainView(_View):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+PIPE_WIDTH = 200  # columns of what a program reads
 
 # C0 and C1 controls but tab and newline become visible pictures; U+FFFD stands for those that have none.
 _CONTROLS = {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)}
@@ -99,10 +100,16 @@ def print_json(data: Any) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that takes text as it is: no markup, no emoji codes, no guessing at highlights."""
+    """Return a console that takes text as it is: no markup, no emoji codes, no guessing at highlights.
+
+    Where no terminal reads it, it is wide: a row of a table stays one line.
+    """
     from rich.console import Console
 
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=False)
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(
+        stderr=stderr, markup=False, emoji=False, highlight=False, width=None if stream.isatty() else PIPE_WIDTH
+    )
 
 
 def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:

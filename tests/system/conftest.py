@@ -1,0 +1,100 @@
+"""A control plane in a process of its own with a worker that needs no tensors, for the command and the pages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+
+@dataclass
+class Plane:
+    """A control plane's process, and a client of it."""
+
+    data_dir: Path
+    port: int = 0
+    url: str = ""
+    process: subprocess.Popen[str] | None = None
+    http: httpx.Client = field(init=False)
+
+    def start(self) -> None:
+        """Start it, or start it again on the same port and data."""
+        script = Path(__file__).parent / "curve_server.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), str(self.data_dir), str(self.port)], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        assert self.url, "the control plane did not start"
+        self.port = int(self.url.rsplit(":", 1)[1])
+        self.http = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()  # type: ignore[union-attr]
+        self.http.close()
+
+    def submit(self, name: str, **spec: Any) -> dict[str, Any]:
+        """Submit a job over HTTP and return it."""
+        answer = self.http.post("/v1/jobs", json={"name": name, **spec})
+        assert answer.status_code == 201, answer.text
+        return dict(answer.json())
+
+    def when(self, job_id: str, *states: str, seconds: float = 30) -> dict[str, Any]:
+        """Return the job once it is in one of `states`."""
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            job = self.http.get(f"/v1/jobs/{job_id}").json()
+            if job["state"] in states:
+                return dict(job)
+            time.sleep(0.05)
+        raise AssertionError(f"{job_id} is {job['state']}: {job['reason']}")
+
+    def cancel_all(self) -> None:
+        """Leave no worker behind."""
+        for job in self.http.get("/v1/jobs", params={"limit": 200}).json()["items"]:
+            if job["state"] not in ("succeeded", "failed", "cancelled"):
+                self.http.post(f"/v1/jobs/{job['id']}/cancel")
+                self.when(job["id"], "succeeded", "failed", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+    """One control plane for a test file."""
+    plane = Plane(tmp_path_factory.mktemp("plane") / "data")
+    plane.start()
+    try:
+        yield plane
+        plane.cancel_all()
+    finally:
+        plane.kill()
+
+
+@pytest.fixture
+def twinstep(plane: Plane) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the command as a process, pointed at the control plane."""
+
+    def run(*args: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+        environ = os.environ | {"TWINSTEP_URL": plane.url} | (env or {})
+        return subprocess.run(
+            [sys.executable, "-m", "twinstep", *args],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            **options,
+        )
+
+    return run

@@ -1,0 +1,20 @@
+"""A control plane as a process of its own, whose runs are curve_worker's. `curve_server.py DATA_DIR PORT`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from twinstep.platform.server import serve
+from twinstep.platform.settings import Settings
+
+serve(
+    Settings(
+        data_dir=Path(sys.argv[1]),
+        port=int(sys.argv[2]),
+        max_parallel_runs=4,
+        reconcile_seconds=0.05,
+        worker_command=(sys.executable, str(Path(__file__).parent / "curve_worker.py")),
+    ),
+    on_ready=lambda url: print(url, flush=True),
+)

@@ -1,0 +1,177 @@
+"""The command against a real control plane: submit and follow, list, get, logs, cancel; exit codes; a crash between."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Any:
+    def write(name: str, **more: Any) -> str:
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"name": name, **more}))
+        return str(path)
+
+    return write
+
+
+def test_submit_and_follow_ends_with_the_summary_and_exit_code_0(twinstep: Any, spec: Any) -> None:
+    done = twinstep("submit", spec("good-follow"), "--follow")
+    assert done.returncode == 0, done.stderr
+    assert "submitted good-follow as job-" in done.stdout
+    assert "compiled: first program" in done.stdout
+    assert "starting → running" in done.stdout
+    last = done.stdout.strip().splitlines()[-2:]
+    heads, figures = last
+    for head in ("backend", "examples/s", "compile s", "AUC", "NE", "AUC item mean", "AUC popularity"):
+        assert head in heads
+    for figure in ("eager", "60", "905.5", "3.8", "0.7401", "0.9250", "0.7012", "0.6011"):
+        assert figure in figures
+    assert done.stderr == ""
+
+
+def test_following_a_job_that_fails_ends_with_exit_code_1_and_the_reason(twinstep: Any, spec: Any) -> None:
+    done = twinstep("submit", spec("bad-follow"), "--follow")
+    assert done.returncode == 1
+    assert "failed" in done.stdout
+    assert "the loss of step 7 is nan" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_follow_in_json_prints_one_value_per_line_and_the_job_last(twinstep: Any, spec: Any) -> None:
+    done = twinstep("submit", spec("good-json"), "--follow", "--json")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0
+    assert lines[0]["job"]["name"] == "good-json"
+    assert lines[-1]["job"]["state"] == "succeeded"
+    assert lines[-1]["summary"]["auc"] == 0.7401
+    points = [point for line in lines if "metrics" in line for point in line["metrics"]["items"]]
+    assert sorted(point["step"] for point in points if point["name"] == "loss") == list(range(1, 61))
+
+
+def test_following_survives_a_control_plane_that_is_killed_and_started_again(plane: Any, spec: Any) -> None:
+    command = [sys.executable, "-m", "twinstep", "submit", spec("slow-follow"), "--follow", "--json"]
+    follower = subprocess.Popen(
+        command, env=os.environ | {"TWINSTEP_URL": plane.url}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert follower.stdout is not None
+    job_id = json.loads(follower.stdout.readline())["job"]["id"]
+    plane.when(job_id, "running")
+    plane.kill()
+    time.sleep(1)
+    plane.start()
+    time.sleep(1)
+    plane.http.post(f"/v1/jobs/{job_id}/cancel")
+    out, err = follower.communicate(timeout=60)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert follower.returncode == 1, err  # a cancelled job did not succeed
+    assert lines[-1]["job"]["state"] == "cancelled"
+    steps = [p["step"] for x in lines if "metrics" in x for p in x["metrics"]["items"] if p["name"] == "loss"]
+    assert steps == list(range(1, len(steps) + 1)), "a point was missed or shown twice"
+    ids = [line["event"]["id"] for line in lines if "event" in line]
+    assert len(ids) == len(set(ids))
+
+
+def test_ls_shows_the_newest_job_first_and_filters_by_state(plane: Any, twinstep: Any) -> None:
+    first, second = plane.submit("good-ls-one"), plane.submit("good-ls-two")
+    plane.when(first["id"], "succeeded")
+    plane.when(second["id"], "succeeded")
+    shown = twinstep("ls")
+    assert shown.returncode == 0
+    assert shown.stdout.index("good-ls-two") < shown.stdout.index("good-ls-one")
+    jobs = json.loads(twinstep("ls", "--json", "--state", "succeeded", "--limit", "2").stdout)["jobs"]
+    assert [job["id"] for job in jobs] == [second["id"], first["id"]]
+    none = twinstep("ls", "--state", "restarting")
+    assert (none.returncode, none.stdout) == (0, "")
+
+
+def test_a_job_is_found_by_id_by_the_start_of_its_id_and_by_name_the_newest(plane: Any, twinstep: Any) -> None:
+    older, newer = plane.submit("good-find"), plane.submit("good-find")
+    for ref in (newer["id"], newer["id"][:-1], newer["id"].removeprefix("job-")[:-1], "good-find"):
+        assert json.loads(twinstep("get", ref, "--json").stdout)["job"]["id"] == newer["id"], ref
+    assert json.loads(twinstep("get", older["id"], "--json").stdout)["job"]["id"] == older["id"]
+    missing = twinstep("get", "nobody")
+    assert missing.returncode == 2
+    assert missing.stderr == "error: no job has the id or the name 'nobody'\nfix: twinstep ls lists them\n"
+    several = json.loads(twinstep("get", "job-", "--json").stdout)["error"]
+    assert several["code"] == "not_found"
+    assert "begins the ids of" in several["problem"]
+    shown = twinstep("get", newer["id"])
+    assert newer["run_id"] in shown.stdout
+    assert f"{plane.url}/jobs/{newer['id']}" in shown.stdout
+
+
+def test_cancel_asks_once_and_says_when_it_is_too_late(plane: Any, twinstep: Any) -> None:
+    job = plane.submit("slow-cancel")
+    plane.when(job["id"], "running")
+    asked = twinstep("cancel", "slow-cancel")
+    assert asked.returncode == 0
+    assert plane.when(job["id"], "cancelled")["state"] == "cancelled"
+    done = plane.submit("good-cancel")
+    plane.when(done["id"], "succeeded")
+    late = twinstep("cancel", done["id"], "--json")
+    assert late.returncode == 2
+    assert json.loads(late.stdout)["error"]["code"] == "conflict"
+
+
+def test_logs_print_every_byte_and_follow_until_the_job_ends(plane: Any, twinstep: Any) -> None:
+    job = plane.submit("good-logs")
+    followed = twinstep("logs", "-f", job["id"])
+    assert followed.returncode == 0
+    printed = twinstep("logs", job["id"])
+    assert printed.stdout == followed.stdout
+    assert printed.stdout == (plane.data_dir / "runs" / job["run_id"] / "log").read_text()
+    assert "step 60 loss" in printed.stdout
+
+
+def test_a_reader_that_goes_away_is_no_error(plane: Any, twinstep: Any) -> None:
+    job = plane.submit("good-pipe")
+    plane.when(job["id"], "succeeded")
+    command = f"{sys.executable} -m twinstep logs {job['id']} | head -1"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env=os.environ | {"TWINSTEP_URL": plane.url},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "worker of good-pipe \n"
+    assert done.stderr == ""
+
+
+def test_a_spec_the_control_plane_refuses_names_the_field_and_leaves_nothing(twinstep: Any, spec: Any) -> None:
+    path = spec("refused", accelerator={"kind": "gpu", "model": "h100", "count": 8})
+    refused = twinstep("submit", path)
+    assert refused.returncode == 2
+    assert "accelerator.kind" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert "refused" not in twinstep("ls").stdout
+
+
+def test_ctrl_c_ends_a_follower_with_130_and_leaves_the_job_alone(plane: Any, spec: Any) -> None:
+    import signal
+
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "twinstep", "submit", spec("slow-ctrl-c"), "--follow"],
+        env=os.environ | {"TWINSTEP_URL": plane.url},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert follower.stdout is not None
+    job_id = follower.stdout.readline().split()[-1]
+    plane.when(job_id, "running")
+    follower.send_signal(signal.SIGINT)
+    _, err = follower.communicate(timeout=30)
+    assert follower.returncode == 130
+    assert "Traceback" not in err
+    assert plane.http.get(f"/v1/jobs/{job_id}").json()["state"] == "running"

@@ -1,0 +1,203 @@
+"""The command line by itself: usage, spec files of every kind, errors as words and as JSON, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from twinstep.cli.app import app, run, wants_json
+from twinstep.spec.job import JobSpec
+from twinstep.spec.parse import spec_json_schema
+
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
+
+
+def write(path: Path, text: str | bytes) -> str:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def test_help_names_every_command() -> None:
+    shown = CliRunner().invoke(app, ["--help"])
+    assert shown.exit_code == 0
+    for command in ("up", "submit", "ls", "get", "logs", "cancel", "train", "schema", "validate"):
+        assert command in shown.output
+
+
+def test_help_is_quick_and_loads_no_half() -> None:
+    code = (
+        "import sys; from twinstep.cli.app import run; code = run(['--help']);"
+        "heavy = {'torch', 'jax', 'fastapi', 'sqlalchemy', 'nicegui', 'httpx', 'numpy'} & set(sys.modules);"
+        "sys.exit(code or (f'loaded {heavy}' if heavy else 0))"
+    )
+    best = 9.0
+    for _ in range(3):
+        begun = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        best = min(best, time.monotonic() - begun)
+        assert done.returncode == 0, done.stderr
+    assert best < 1.0  # 0.3 s on an idle machine
+
+
+def test_schema_prints_the_schema_of_a_spec(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == spec_json_schema()
+
+
+def test_validate_says_ok_or_lists_each_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["validate", write(tmp_path / "good.yaml", "name: my-job")]) == 0
+    assert capsys.readouterr().out == "ok: my-job (dlrmv3 on ml-100k, inductor)\n"
+    bad = write(tmp_path / "bad.yaml", "name: My-Job\ndata: {batch_size: 0}\nbatch: 3\n")
+    assert run(["validate", bad]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split(":")[0].strip() for line in err.splitlines()] == ["error", "name", "data.batch_size", "batch"]
+    assert "fix: name: my-job" in err
+    assert "fix: batch_size: 1" in err
+
+
+def test_validate_in_json_gives_the_spec_or_the_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["validate", "--json", write(tmp_path / "good.yaml", "name: my-job")]) == 0
+    assert JobSpec.model_validate(json.loads(capsys.readouterr().out)["spec"]) == JobSpec(name="my-job")
+    assert run(["validate", write(tmp_path / "bad.yaml", "name: A"), "--json"]) == 2
+    out, err = capsys.readouterr()
+    error = json.loads(out)["error"]
+    assert err == ""
+    assert error["code"] == "invalid_spec"
+    assert error["faults"][0]["field"] == "name"
+    assert set(error["faults"][0]) == {"field", "problem", "given", "allowed", "remedy"}
+
+
+def test_a_spec_comes_from_standard_input_too() -> None:
+    command = [sys.executable, "-m", "twinstep", "validate", "-"]
+    done = subprocess.run(command, input="name: piped\n", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ok: piped" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "holds nothing"),
+        (b"just text", "not a mapping"),
+        (b"name: [unclosed", "not valid YAML"),
+        (b"\x7fELF\0\0\0\1", "binary file"),
+        (b"\xff\xfename", "not UTF-8"),
+        (b"# " + b"x" * 10_000_000, "too large"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"a: &a [x]\nb: *a", "aliases"),
+        (b"name: a\nname: b", "stands twice"),
+    ],
+    ids=["empty", "text", "unclosed", "binary", "no-utf8", "10-MB", "deep", "alias", "twice"],
+)
+def test_a_file_that_is_no_spec_is_one_clear_message(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["validate", write(tmp_path / "spec.yaml", content)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert "fix: " in err
+    assert "Traceback" not in err
+    assert len(err) < 1000
+
+
+def test_a_path_that_cannot_be_read_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "train.yaml", "name: a")
+    locked = Path(write(tmp_path / "locked.yaml", "name: a"))
+    locked.chmod(0)
+    os.mkfifo(tmp_path / "pipe")
+    cases = {
+        str(tmp_path / "trian.yaml"): f"no such file\nfix: did you mean {tmp_path / 'train.yaml'}?",
+        str(tmp_path): "is a directory",
+        str(tmp_path / "train.yaml" / "x"): "cannot be read",
+        "a\0b": "cannot be read",
+        "n" * 5000: "cannot be read",
+        str(tmp_path / "pipe"): "not a mapping",
+    }
+    if os.geteuid():
+        cases[str(locked)] = "may not be read"
+    for path, said in cases.items():
+        assert run(["validate", path]) == 2, path
+        err = capsys.readouterr().err
+        assert said in err
+        assert "Traceback" not in err
+    locked.chmod(stat.S_IRUSR)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["submit"],
+        ["nonsense"],
+        ["ls", "--state", "asleep"],
+        ["ls", "--limit", "0"],
+        ["up", "--port", "70000"],
+        ["up", "--port", "x"],
+        ["up", "--max-parallel", "0"],
+        ["get", "a", "b"],
+        ["validate", "--jsn", "x"],
+    ],
+)
+def test_wrong_usage_is_exit_code_2_in_words_and_in_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert "--help" in err
+    assert run([*argv, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"]["code"] == "usage"
+
+
+def test_json_is_looked_for_among_the_options_only() -> None:
+    assert wants_json(["get", "job-1", "--json"])
+    assert not wants_json(["get", "--", "--json"])
+
+
+@pytest.mark.parametrize("argv", [["ls"], ["get", "x"], ["cancel", "x"], ["logs", "x"]])
+def test_a_control_plane_that_is_not_there_is_exit_code_1(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*argv, "--url", NOWHERE]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: the control plane at {NOWHERE} does not answer")
+    assert "twinstep up" in err
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "localhost:80", "http://", "http://[::1", "http://x:notaport", " "])
+def test_an_address_that_is_none_is_exit_code_2(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ls", "--url", url]) == 2
+    assert "fix: " in capsys.readouterr().err
+
+
+def test_a_data_directory_that_cannot_be_written_is_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "file", "")
+    assert run(["up", "--port", "0", "--data-dir", str(tmp_path / "file" / "data")]) == 2
+    err = capsys.readouterr().err
+    assert "cannot be used" in err
+    assert "--data-dir" in err
+
+
+def test_a_bug_of_ours_is_named_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(path: str) -> JobSpec:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr("twinstep.cli.here.read_spec", broken)
+    assert run(["validate", "x"]) == 1
+    err = capsys.readouterr().err
+    assert "bug in twinstep: ZeroDivisionError: on purpose at " in err
+    assert "Traceback" not in err
+    monkeypatch.setenv("TWINSTEP_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        run(["validate", "x"])

@@ -1,0 +1,93 @@
+"""What the command prints and reads, piece by piece: event streams, clean text, figures, addresses, remote errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twinstep.cli.client import find_url, problem
+from twinstep.cli.follow import Message, parse_sse
+from twinstep.cli.live import event_line
+from twinstep.cli.output import RemoteError, clean, duration, exit_code, number, one_line
+from twinstep.spec.errors import ConflictError, DataError, NotFoundError, SpecError, TrainError
+
+
+def test_an_event_stream_is_read_as_the_standard_says() -> None:
+    text = ": hello\nretry: 10\n\nevent: state\nid: 1.2\ndata: {\ndata: }\n\ndata:bare\n\nid: 7\n\ndata\n\nevent: lost\ndata: x"
+    assert list(parse_sse(text.split("\n"))) == [
+        Message(event="state", data="{\n}", id="1.2"),
+        Message(event="message", data="bare", id="1.2"),
+        Message(event="message", data="", id="7"),
+    ]
+
+
+@given(st.lists(st.text()))
+def test_any_lines_at_all_are_read_without_error(lines: list[str]) -> None:
+    for message in parse_sse(lines):
+        assert "\0" not in message.id
+
+
+@given(st.text())
+def test_cleaned_text_cannot_steer_a_terminal(text: str) -> None:
+    cleaned = clean(text)
+    assert len(cleaned) == len(text)
+    assert not any((ord(c) < 0x20 and c not in "\t\n") or 0x7F <= ord(c) < 0xA0 for c in cleaned)
+    assert not any(0x202A <= ord(c) <= 0x202E or 0x2066 <= ord(c) <= 0x2069 for c in cleaned)
+    assert clean(cleaned) == cleaned
+
+
+@given(st.text(), st.integers(2, 50))
+def test_one_line_is_one_line_of_at_most_its_width(text: str, width: int) -> None:
+    line = one_line(text, width=width)
+    assert len(line) <= width
+    assert "\n" not in line
+
+
+def test_durations_and_figures_read_well() -> None:
+    shown = {None: "–", 0.04: "0.0 s", 9.9: "9.9 s", 59: "59 s", 60: "1 min", 200: "3 min 20 s", 7500: "2 h 5 min"}
+    assert {seconds: duration(seconds) for seconds in shown} == shown
+    assert [number(value) for value in (None, True, 1234, 0.73456)] == ["–", "–", "1,234", "0.7346"]
+
+
+def test_an_event_without_its_parts_still_makes_a_line() -> None:
+    assert event_line({}) == "--:--:--  : "
+    assert "\x1b" not in event_line({"name": "a\x1b[2J", "reason": "b\nc", "time": 0})
+
+
+def test_the_address_is_the_one_given_then_the_environment_then_the_file_then_the_default(tmp_path: Path) -> None:
+    environ = {"TWINSTEP_DATA_DIR": str(tmp_path)}
+    assert find_url(None, environ) == "http://127.0.0.1:8765"
+    (tmp_path / "server.json").write_text(json.dumps({"url": "http://127.0.0.1:4000", "pid": 1}))
+    assert find_url(None, environ) == "http://127.0.0.1:4000"
+    assert find_url(None, environ | {"TWINSTEP_URL": "http://localhost:1/"}) == "http://localhost:1"
+    assert find_url("https://x:2", environ) == "https://x:2"
+    for broken in ("", "{", "[]", '{"pid": 1}', "\xff"):
+        (tmp_path / "server.json").write_text(broken)
+        assert find_url(None, environ) == "http://127.0.0.1:8765"
+
+
+def test_problem_details_become_our_errors_and_anything_else_a_remote_error() -> None:
+    fault = {"field": "name", "problem": "is bad", "given": "1", "allowed": "", "remedy": "name: a"}
+    body = {"code": "invalid_spec", "detail": "spec is not valid", "remedy": "mend", "faults": [fault, 3]}
+    error = problem(httpx.Response(422, json=body))
+    assert isinstance(error, SpecError)
+    assert error.faults[0].line() == "name: is bad; given: 1; fix: name: a"
+    assert isinstance(problem(httpx.Response(409, json={"detail": "x"})), ConflictError)
+    assert isinstance(problem(httpx.Response(404, text="<html>")), NotFoundError)
+    for strange in (
+        httpx.Response(500, json=[1]),
+        httpx.Response(502, text=""),
+        httpx.Response(418, json={"detail": 7}),
+    ):
+        assert isinstance(problem(strange), RemoteError)
+
+
+def test_exit_codes_tell_failed_work_from_something_to_mend() -> None:
+    assert exit_code(TrainError("x", remedy="")) == 1
+    assert exit_code(RemoteError("x", remedy="")) == 1
+    assert exit_code(DataError("x", remedy="")) == 2
+    assert exit_code(SpecError("x", remedy="")) == 2
