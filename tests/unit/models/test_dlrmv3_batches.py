@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import stateless
 
+from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import validate_spec
 from twinstep.worker.data.batch import Batch
@@ -186,3 +187,10 @@ def test_forward_and_backward_capture_as_one_graph_without_reading_a_value(
     for name, value in zip(names, traced_grads, strict=True):
         assert (value is None) == (name not in grad)
         assert value is None or torch.allclose(value, grad[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_tables_larger_than_memory_are_refused_before_anything_is_allocated(dataset: Dataset) -> None:
+    schema = dataset.schema.with_rows({"item_id": 2**31 - 1})
+    with pytest.raises(TrainError, match="GiB") as error:
+        build_model(validate_spec({"name": "t", "model": {"embedding_dim": 16384}}), schema)
+    assert "data.rows.item_id" in error.value.remedy

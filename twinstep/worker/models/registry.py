@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
 from twinstep.worker.data.events import DataSchema
 from twinstep.worker.models.config import (
@@ -21,12 +23,17 @@ from twinstep.worker.models.dlrmv3 import DLRMv3
 from twinstep.worker.models.init import init_dlrmv3
 
 MIN_POSITION_ROWS = 256
+GIB = 2**30
+COPIES = 2  # of a table, at the least: the weights and their dense gradient
 
 
 def build_model(spec: JobSpec, schema: DataSchema) -> nn.Module:
     """Return the model that `spec` asks for, filled from `spec.train.seed`; `model(batch)` gives a ModelOutput.
 
     The same spec and schema give the same bits; torch's own generator is left alone.
+
+    Raises:
+        TrainError: the tables cannot fit into this machine's memory.
     """
     return MODELS[spec.model.kind](spec, schema)
 
@@ -58,10 +65,24 @@ def dlrmv3_config(spec: JobSpec, schema: DataSchema) -> DLRMv3Config:
 
 
 def _build_dlrmv3(spec: JobSpec, schema: DataSchema) -> nn.Module:
-    model = DLRMv3(dlrmv3_config(spec, schema))
+    config = dlrmv3_config(spec, schema)
+    _check_memory(config)
+    model = DLRMv3(config)
     generator = torch.Generator().manual_seed(spec.train.seed)
     init_dlrmv3(model, table_std=spec.embedding.init_std, generator=generator)
     return model
+
+
+def _check_memory(config: DLRMv3Config) -> None:
+    """Refuse tables larger than memory before the system kills the process for them."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = COPIES * sum(table.rows * table.dim * 4 for table in config.tables)
+    if needed > memory:
+        largest = max(config.tables, key=lambda table: table.rows)
+        raise TrainError(
+            f"the tables and their gradients take {needed / GIB:.1f} GiB, this machine has {memory / GIB:.1f} GiB",
+            remedy=f"lower data.rows.{largest.name} ({largest.rows:,} rows) or model.embedding_dim ({largest.dim})",
+        )
 
 
 MODELS: dict[str, Callable[[JobSpec, DataSchema], nn.Module]] = {"dlrmv3": _build_dlrmv3}

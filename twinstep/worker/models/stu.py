@@ -1,7 +1,7 @@
 """STU layers: gated attention with a pointwise output, on packed tokens; attention alone crosses to rows.
 
 `dlrmv3.py` stacks them. Source of the formulas: "Actions Speak Louder than Words", arXiv 2402.17152, and the layer
-that the public generative-recommenders code trains (see docs for where we follow which).
+that the public generative-recommenders code trains; `models/__init__.py` says where we leave it.
 
 # Shapes: B rows, S slots, M packed tokens, D token width, H heads, V value width, A query/key width.
 """
