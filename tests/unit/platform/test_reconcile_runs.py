@@ -1,0 +1,195 @@
+"""The reconciler over real processes: crashes at any point, the queue, failures of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from twinstep.platform.scheduler.local import LocalBackend
+from twinstep.platform.scheduler.reconcile import Reconciler
+from twinstep.platform.settings import Settings
+from twinstep.platform.store.store import Store
+from twinstep.spec.errors import UnavailableError
+from twinstep.spec.job import JobSpec
+from twinstep.spec.states import FINAL, RunState
+
+
+class Crash(BaseException):
+    """The control plane is killed here."""
+
+
+class Plane:
+    """Store, backend and reconciler, driven by hand; `again` is the control plane after a restart."""
+
+    def __init__(self, settings: Settings, *, parallel: int = 1) -> None:
+        self.settings = settings
+        self.store = Store(settings.database)
+        self.backend = LocalBackend(settings.runs_dir, command=settings.worker_command, api_url="http://127.0.0.1:9")
+        self.reconciler = Reconciler(self.store, self.backend, max_parallel_runs=parallel, every_seconds=0.05)
+
+    def close(self) -> None:
+        self.backend.let_go()
+        self.store.close()
+
+    def passes_until(self, run_id: str, *states: RunState, wait: Callable[..., object]) -> None:
+        def check() -> bool:
+            self.reconciler.run_once()
+            return self.store.run(run_id).state in states
+
+        wait(check)
+
+    def starts(self, run_id: str) -> int:
+        path = self.settings.runs_dir / run_id / "starts"
+        return len(path.read_text().split()) if path.exists() else 0
+
+
+@pytest.fixture
+def planes(settings: Settings, wait) -> Iterator[Callable[..., Plane]]:
+    made: list[Plane] = []
+
+    def make(**options: int) -> Plane:
+        made.append(Plane(settings, **options))
+        return made[-1]
+
+    yield make
+    last = make()
+    for order in last.store.orders():
+        last.store.request_cancel(order.run.id, actor="user")
+        last.passes_until(order.run.id, *FINAL, wait=wait)
+    for plane in made:
+        plane.close()
+
+
+POINTS = [
+    ("backend", "prepare", "before"),
+    ("backend", "prepare", "after"),
+    ("store", "move", "before"),
+    ("store", "move", "after"),
+    ("backend", "launch", "before"),
+    ("backend", "launch", "after"),
+    ("store", "ingest", "before"),
+    ("store", "ingest", "after"),
+    ("backend", "last_line", "before"),
+]
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize(("part", "name", "when"), POINTS)
+def test_a_control_plane_killed_anywhere_neither_loses_a_run_nor_runs_it_twice(
+    planes, wait, part: str, name: str, when: str, nth: int
+) -> None:
+    plane = planes()
+    job = plane.store.create_job(JobSpec(name="reports-4"))
+    calls = 0
+    whole = getattr(getattr(plane, part), name)
+
+    def broken(*args: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == nth and when == "before":
+            raise Crash
+        result = whole(*args, **options)
+        if calls == nth:
+            raise Crash
+        return result
+
+    setattr(getattr(plane, part), name, broken)
+    try:
+        plane.passes_until(job.run_id, *FINAL, wait=wait)
+    except Crash:
+        plane = planes()
+        plane.passes_until(job.run_id, *FINAL, wait=wait)
+    run = plane.store.run(job.run_id)
+    assert (run.state, run.acked_seq) == (RunState.SUCCEEDED, 5)
+    assert [point.step for point in plane.store.metrics(job.run_id).items] == [1, 2, 3, 4]
+    assert plane.starts(job.run_id) == 1
+
+
+def test_a_failed_run_says_its_exit_code_and_the_last_line_of_its_log(planes, wait) -> None:
+    plane = planes()
+    job = plane.store.create_job(JobSpec(name="crashes"))
+    plane.passes_until(job.run_id, *FINAL, wait=wait)
+    run = plane.store.run(job.run_id)
+    assert run.state is RunState.FAILED
+    assert run.reason == "its worker ended with exit code 3: Traceback: the tables do not fit"
+
+
+def test_only_so_many_runs_are_live_and_the_others_wait_in_order(planes, wait) -> None:
+    plane = planes(parallel=2)
+    jobs = [plane.store.create_job(JobSpec(name="sleeps")) for _ in range(4)]
+    for _ in range(4):
+        plane.reconciler.run_once()
+    states = [plane.store.run(job.run_id).state for job in jobs]
+    assert states == [RunState.STARTING] * 2 + [RunState.QUEUED] * 2
+    reasons = [plane.store.run(job.run_id).reason for job in jobs[2:]]
+    assert reasons == ["waits for 2 runs ahead", "waits for 3 runs ahead"]
+    plane.store.request_cancel(jobs[0].run_id, actor="user")
+    plane.passes_until(jobs[0].run_id, RunState.CANCELLED, wait=wait)
+    plane.passes_until(jobs[2].run_id, RunState.STARTING, wait=wait)
+    plane.reconciler.run_once()
+    assert plane.store.run(jobs[3].run_id).reason == "waits for 2 runs ahead"
+
+
+def test_a_queued_run_is_cancelled_without_ever_starting(planes, wait) -> None:
+    plane = planes()
+    first = plane.store.create_job(JobSpec(name="sleeps"))
+    second = plane.store.create_job(JobSpec(name="sleeps"))
+    plane.passes_until(first.run_id, RunState.STARTING, wait=wait)
+    plane.store.request_cancel(second.run_id, actor="user")
+    plane.reconciler.run_once()
+    assert plane.store.run(second.run_id).state is RunState.CANCELLED
+    assert plane.starts(second.run_id) == 0
+
+
+def test_what_goes_wrong_with_one_run_does_not_hold_up_another(planes, wait, settings: Settings) -> None:
+    plane = planes(parallel=2)
+    bad = plane.store.create_job(JobSpec(name="sleeps"))
+    good = plane.store.create_job(JobSpec(name="reports-1"))
+    prepare = plane.backend.prepare
+
+    def breaks(run_id: str, spec: JobSpec) -> str:
+        if run_id == bad.run_id:
+            raise UnavailableError("no room on the disk", remedy="make some")
+        return prepare(run_id, spec)
+
+    plane.backend.prepare = breaks
+    plane.passes_until(good.run_id, RunState.SUCCEEDED, wait=wait)
+    waiting = plane.store.run(bad.run_id)
+    assert waiting.state is RunState.QUEUED
+    assert "no room on the disk" in waiting.reason
+    plane.backend.prepare = prepare
+    plane.passes_until(bad.run_id, RunState.STARTING, wait=wait)
+
+
+def test_a_run_whose_directory_was_taken_away_fails_and_is_not_started_again(planes, wait, tmp_path: Path) -> None:
+    plane = planes()
+    job = plane.store.create_job(JobSpec(name="reports-1"))
+    plane.store.move(job.run_id, to=RunState.QUEUED, if_version=1, reason="", actor="scheduler")
+    plane.store.move(job.run_id, to=RunState.STARTING, if_version=2, reason="", actor="scheduler")
+    plane.store.move(job.run_id, to=RunState.RUNNING, if_version=3, reason="", actor="worker")
+    plane.reconciler.run_once()
+    assert plane.store.run(job.run_id).state is RunState.FAILED
+    assert plane.starts(job.run_id) == 0
+
+
+def test_a_silent_worker_is_heard_through_its_spool(planes, wait, monkeypatch) -> None:
+    monkeypatch.setattr("twinstep.platform.scheduler.reconcile.SILENCE_S", 0.0)
+    plane = planes()
+    job = plane.store.create_job(JobSpec(name="reports-40"))
+    plane.passes_until(job.run_id, RunState.RUNNING, wait=wait)  # its API URL leads nowhere
+    assert plane.store.run(job.run_id).acked_seq < 41
+    plane.passes_until(job.run_id, RunState.SUCCEEDED, wait=wait)
+    assert plane.store.run(job.run_id).acked_seq == 41
+
+
+def test_looking_again_at_what_is_settled_changes_nothing(planes, wait) -> None:
+    plane = planes()
+    job = plane.store.create_job(JobSpec(name="sleeps"))
+    plane.passes_until(job.run_id, RunState.STARTING, wait=wait)
+    wait(lambda: plane.starts(job.run_id) == 1)
+    before = plane.store.run(job.run_id), plane.store.events(job.id)
+    for _ in range(5):
+        plane.reconciler.run_once()
+    assert (plane.store.run(job.run_id), plane.store.events(job.id)) == before
