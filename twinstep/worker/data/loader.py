@@ -79,8 +79,7 @@ class Loader:
         lengths, counts = _fill(kept, B), _fill(samples.cand_end[chosen] - samples.cand_start[chosen], B)
         starts, first_cand = _fill(samples.history_end[chosen] - kept, B), _fill(samples.cand_start[chosen], B)
 
-        row = np.repeat(np.arange(B), lengths)
-        place = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        row, place = _ragged(lengths)
         slot = row * U + place
         token = slot if T == B * U else np.arange(len(row))
         history = data.log.event[starts[row] + place]
@@ -89,10 +88,9 @@ class Loader:
         slot_token = np.full(B * U, T, dtype=np.int64)
         slot_token[slot] = token
 
-        cand_row = np.repeat(np.arange(B), counts)
-        cand_place = np.arange(len(cand_row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        cand = data.log.event[first_cand[cand_row] + cand_place]
-        cand_slot = cand_row * K + cand_place
+        row_of_cand, place_of_cand = _ragged(counts)
+        cand = data.log.event[first_cand[row_of_cand] + place_of_cand]
+        cand_slot = row_of_cand * K + place_of_cand
 
         events = data.events
         item_BKF = _scatter(events.item_features[events.item[cand]], cand_slot, B * K)
@@ -103,8 +101,7 @@ class Loader:
         last = cand_time.reshape(B, K)[np.arange(B), np.maximum(counts - 1, 0)]
         labels = _scatter(data.labels[:, cand].T, cand_slot, B * K).T
         weights = _scatter(np.ones(len(cand), dtype=np.float32), cand_slot, B * K)
-        num_contextual = len(data.schema.contextual)
-        n = max(1, num_contextual + int(lengths.max()) + int(counts.max()))
+        n = max(1, len(data.schema.contextual) + int(lengths.max()) + int(counts.max()))
         batch = Batch(
             uih_ids=_tensor(item_TF.T),
             uih_times=_tensor(times),
@@ -135,6 +132,12 @@ class Loader:
 def _fill(values: Ints, size: int) -> Ints:
     """Return `values` followed by zeros up to `size`."""
     return np.concatenate((values, np.zeros(size - len(values), dtype=np.int64)))
+
+
+def _ragged(lengths: Ints) -> tuple[Ints, Ints]:
+    """Return, for rows of these lengths laid end to end, each entry's row and its place in the row."""
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    return row, np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _scatter(values: np.ndarray, index: Ints, size: int) -> np.ndarray:

@@ -10,8 +10,10 @@ import math
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from twinstep.spec.errors import DataError
 from twinstep.worker.data.events import (
@@ -19,6 +21,7 @@ from twinstep.worker.data.events import (
     DataSchema,
     Events,
     FeatureSchema,
+    Ints,
     TableSchema,
     TaskSchema,
     make_events,
@@ -64,29 +67,16 @@ def load_movielens(folder: Path) -> tuple[Events, DataSchema]:
     users = _Table(folder / "ml-100k.user", ("user_id:token", "age:token", "gender:token", "occupation:token"))
     films = _Table(folder / "ml-100k.item", ("item_id:token", "release_year:token", "class:token_seq"))
     ratings = _Table(folder / "ml-100k.inter", ("user_id:token", "item_id:token", "rating:float", "timestamp:float"))
-    user_index = users.index("user_id:token")
-    item_index = films.index("item_id:token")
-    occupations = {name: i for i, name in enumerate(sorted(set(users.column("occupation:token"))))}
-    genders = {name: i for i, name in enumerate(sorted(set(users.column("gender:token"))))}
-    genres = {name: i for i, name in enumerate(sorted({_genre(text) for text in films.column("class:token_seq")}))}
-    ages = users.integers("age:token", low=0, high=150)
-    user_features = np.stack(
-        [
-            np.array([user_index[key] for key in users.column("user_id:token")], dtype=np.int64),
-            np.minimum(ages // 10, AGE_DECADES - 1),
-            np.array([genders[key] for key in users.column("gender:token")], dtype=np.int64),
-            np.array([occupations[key] for key in users.column("occupation:token")], dtype=np.int64),
-        ],
-        axis=1,
-    )
-    item_features = np.stack(
-        [
-            np.array([item_index[key] for key in films.column("item_id:token")], dtype=np.int64),
-            np.array([_year_bucket(text) for text in films.column("release_year:token")], dtype=np.int64),
-            np.array([genres[_genre(text)] for text in films.column("class:token_seq")], dtype=np.int64),
-        ],
-        axis=1,
-    )
+    user_index, item_index = users.index("user_id:token"), films.index("item_id:token")
+    occupations = _numbered(users.column("occupation:token"))
+    genders = _numbered(users.column("gender:token"))
+    genres = _numbered([text.split(" ", 1)[0] for text in films.column("class:token_seq")])  # a film's first genre
+    decades = np.minimum(users.integers("age:token", low=0, high=150) // 10, AGE_DECADES - 1)
+    years = np.array([_year_bucket(text) for text in films.column("release_year:token")], dtype=np.int64)
+    user_ids = users.lookup("user_id:token", user_index, users.name)
+    item_ids = films.lookup("item_id:token", item_index, films.name)
+    user_features = np.stack((user_ids, decades, genders.ids, occupations.ids), axis=1)
+    item_features = np.stack((item_ids, years, genres.ids), axis=1)
     events = make_events(
         user=ratings.lookup("user_id:token", user_index, "ml-100k.user"),
         item=ratings.lookup("item_id:token", item_index, "ml-100k.item"),
@@ -99,11 +89,11 @@ def load_movielens(folder: Path) -> tuple[Events, DataSchema]:
     rows = {
         "user_id": len(user_index),
         "age": AGE_DECADES,
-        "gender": len(genders),
-        "occupation": len(occupations),
+        "gender": genders.size,
+        "occupation": occupations.size,
         "item_id": len(item_index),
         "release_year": YEAR_BUCKETS,
-        "genre": len(genres),
+        "genre": genres.size,
     }
     schema = DataSchema(
         tables=tuple(TableSchema(name=name, rows=count) for name, count in rows.items()),
@@ -157,7 +147,7 @@ class _Table:
         ordered = sorted(zip(values.tolist(), self.column(name), strict=True))
         return {key: number for number, (_, key) in enumerate(ordered)}
 
-    def lookup(self, name: str, index: dict[str, int], home: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def lookup(self, name: str, index: dict[str, int], home: str) -> Ints:
         """Return the numbers of the keys in a column; each must stand in the file `home`."""
         out = np.empty(len(self.column(name)), dtype=np.int64)
         for i, key in enumerate(self.column(name)):
@@ -167,7 +157,7 @@ class _Table:
             out[i] = number
         return out
 
-    def integers(self, name: str, *, low: int, high: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def integers(self, name: str, *, low: int, high: int) -> Ints:
         """Return a column of whole numbers in low..high."""
         out = np.empty(len(self.column(name)), dtype=np.int64)
         for i, text in enumerate(self.column(name)):
@@ -176,7 +166,7 @@ class _Table:
             out[i] = int(text)
         return out
 
-    def floats(self, name: str, *, low: float, high: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def floats(self, name: str, *, low: float, high: float) -> NDArray[np.float64]:
         """Return a column of numbers in low..high."""
         out = np.empty(len(self.column(name)), dtype=np.float64)
         for i, text in enumerate(self.column(name)):
@@ -190,9 +180,15 @@ class _Table:
         return out
 
 
-def _genre(text: str) -> str:
-    """Return the first genre of a film."""
-    return text.split(" ", 1)[0]
+class _Numbers(NamedTuple):
+    ids: Ints
+    size: int
+
+
+def _numbered(values: Sequence[str]) -> _Numbers:
+    """Number texts from 0 in alphabetic order."""
+    index = {value: number for number, value in enumerate(sorted(set(values)))}
+    return _Numbers(np.array([index[value] for value in values], dtype=np.int64), len(index))
 
 
 def _year_bucket(text: str) -> int:
