@@ -74,13 +74,13 @@ class DataSpec(Spec):
     label_threshold: Annotated[Number, Field(ge=0)] = 4.0
     """Ratings from this one up are positive."""
     batch_size: Annotated[StrictInt, Field(ge=1, le=65536)] = 32
-    """B: examples per step, over all devices."""
+    """B: samples per step, over all devices; a sample is one user at one moment, with its candidates."""
     uih_len: Annotated[StrictInt, Field(ge=1, le=8192)] = 64
-    """U: newest events kept of a user's interaction history (UIH), per example."""
+    """U: newest events kept of a user's interaction history (UIH), per sample."""
     uih_budget: Annotated[StrictInt, Field(ge=1, le=8192)] | None = None
-    """UIH tokens per example on average: a batch holds exactly batch_size × uih_budget; null means uih_len."""
+    """UIH tokens per sample on average: a batch holds exactly batch_size × uih_budget; null means uih_len."""
     num_candidates: Annotated[StrictInt, Field(ge=1, le=1024)] = 8
-    """K: candidate slots per example."""
+    """K: candidate slots per sample."""
     rows: dict[str, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
     """Rows of a table by name, where more are wanted than the dataset needs."""
     synthetic_events: Annotated[StrictInt, Field(ge=100, le=10_000_000)] = 20_000

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from twinstep.spec.errors import CaptureError, CompileError
 from twinstep.worker.compile.passes import FIRST_TRACE_PASSES, PASSES, lift_constants, run_passes
@@ -112,13 +113,14 @@ def capture(
     leaves, _, batch_spec = batch_leaves(batch)
     num_state, num_rates = len(state.slots), len(state.learning_rates())
     found: list[OutputTree] = []
+    scalars = _ScalarReads()
 
     def flat_step(*inputs: Tensor) -> list[Tensor]:
         tensors, rates = inputs[:num_state], inputs[num_state : num_state + num_rates]
         given = pytree.tree_unflatten(list(inputs[num_state + num_rates :]), batch_spec)
         with state.swapped(tensors, rates) as swapped:
             arguments = (state.model, given) if optimizer is None else (state.model, optimizer, given)
-            with torch.set_grad_enabled(True):
+            with torch.set_grad_enabled(True), scalars:
                 result = train_step(*arguments)
             tree, outputs = _split_outputs(result)
             found[:] = [tree]
@@ -126,6 +128,7 @@ def capture(
 
     example = [*state.tensors(), *state.learning_rates(), *leaves]
     first = _first_trace(flat_step, example)
+    scalars.mark(first)
     run_passes(first, FIRST_TRACE_PASSES)
     _refuse_scalars(first)
     second = make_fx(
@@ -151,9 +154,7 @@ def _first_trace(flat_step: Callable[..., list[Tensor]], example: list[Tensor]) 
     torch.compiler._is_compiling_flag = True
     try:
         with torch.compiler._non_strict_tracing_context(), torch.autograd.set_multithreading_enabled(False):
-            return make_fx(
-                flat_step, tracing_mode="fake", _allow_non_fake_inputs=True, record_stack_traces=True
-            )(*example)
+            return make_fx(flat_step, tracing_mode="fake", _allow_non_fake_inputs=True)(*example)
     except CompileError:
         raise
     except Exception as error:
@@ -178,31 +179,43 @@ def _split_outputs(result: Any) -> tuple[OutputTree, list[Tensor]]:
     return OutputTree(spec, tuple(constants)), tensors
 
 
+class _ScalarReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes where the user's code, or an optimizer, reads a number out of a tensor; the trace itself keeps no lines."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._places: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._places.append(_users_place(traceback.extract_stack()))
+        return func(*args, **(kwargs or {}))
+
+    def mark(self, graph: fx.GraphModule) -> None:
+        """Write each place into the meta of its node; nodes stand in the order of the reads."""
+        reads = [node for node in graph.graph.nodes if node.target is torch.ops.aten._local_scalar_dense.default]
+        for node, place in zip(reads, self._places, strict=False):
+            node.meta["place"] = place
+
+
 def _refuse_scalars(graph: fx.GraphModule) -> None:
     """Raise CaptureError for the first number that is read from a tensor and used as a Python number."""
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten._local_scalar_dense.default:
             raise CaptureError(
-                f"a tensor's value is read as a Python number{_where(node.meta.get('stack_trace'))}",
+                f"a tensor's value is read as a Python number{node.meta.get('place', '')}",
                 remedy="keep it a tensor: torch.where instead of if, tensor arithmetic instead of .item()",
             )
 
 
-def _where(stack_trace: str | None) -> str:
-    """Return ` at FILE:LINE: source` of the last line of a node's stack that is the user's, or nothing."""
-    lines = (stack_trace or "").splitlines()
-    for index in range(len(lines) - 1, -1, -1):
-        text = lines[index].strip()
-        if text.startswith("File ") and _TORCH not in text and _OURS not in text:
-            source = lines[index + 1].strip() if index + 1 < len(lines) else ""
-            return f" at {text}: {source}"
-    return ""
+def _users_place(frames: traceback.StackSummary) -> str:
+    """Return ` at FILE:LINE: source` of the innermost frame that is the user's, or nothing."""
+    users = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OURS, "<"))]
+    return f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
 
 
 def _capture_error(error: Exception) -> CaptureError:
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OURS, "<"))]
-    place = f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
+    place = _users_place(traceback.extract_tb(error.__traceback__))
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in str(error).lower():
         return CaptureError(

@@ -6,6 +6,7 @@ Inductor's code asserts sizes and strides at each call but not dtypes; the Runne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class InductorBackend:
             CompileError: Inductor refuses the graph; its first line is part of the message.
         """
         hits = counters["inductor"]["fxgraph_cache_hit"]
-        graph = write_back(captured)
+        graph, plan = write_back(captured)
         # A ShapeEnv, or Inductor's cache on disk is passed over; static, or it would see symbols in every shape.
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in captured.example]
@@ -64,35 +65,53 @@ class InductorBackend:
                 f"Inductor cannot lower the step: {line}", remedy="set compile.backend: xla, or eager"
             ) from error
         cached = counters["inductor"]["fxgraph_cache_hit"] > hits
-        return InductorProgram(compiled, self._state, captured.constants, from_cache=cached)
+        return InductorProgram(compiled, plan, self._state, captured.constants, from_cache=cached)
 
     def pull(self) -> None:
         """Do nothing: the live tensors are the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBack:
+    """What is left to do after the compiled graph ran."""
+
+    num_outputs: int
+    """Results that are the user's; those after them are values of state."""
+    late: tuple[int, ...]
+    """Slots of state that the values after the user's outputs belong to."""
+    shared: frozenset[int]
+    """User's outputs that may share memory with the new state, which the next step overwrites."""
 
 
 class InductorProgram:
     """A compiled step over the live state."""
 
     def __init__(
-        self, compiled: Any, state: TrainState, constants: Sequence[Tensor], *, from_cache: bool
+        self, compiled: Any, plan: WriteBack, state: TrainState, constants: Sequence[Tensor], *, from_cache: bool
     ) -> None:
         self._compiled = compiled
+        self._plan = plan
         self._state = state
         self._constants = constants
         self.from_cache = from_cache
 
     def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
         """Run one step: update the live state, return the user's outputs, flat."""
-        inputs = [*self._state.tensors(), *rates, *batch, *self._constants]
+        state = self._state.tensors()
         with torch.no_grad():
-            return list(self._compiled(inputs))  # empties the list it is given
+            results = self._compiled([*state, *rates, *batch, *self._constants])  # empties the list it is given
+            for slot, value in zip(self._plan.late, results[self._plan.num_outputs :], strict=True):
+                state[slot].copy_(value)
+        outputs = results[: self._plan.num_outputs]
+        return [value.clone() if index in self._plan.shared else value for index, value in enumerate(outputs)]
 
 
-def write_back(captured: Captured) -> fx.GraphModule:
+def write_back(captured: Captured) -> tuple[fx.GraphModule, WriteBack]:
     """Return the graph with new state copied over old at its end, and only the user's outputs returned.
 
-    A value that is (a view of) an old placeholder is cloned first: after the copies it would read what was written.
-    So is a user's output that is the new state itself: the next step would change it in the user's hands.
+    A user's output that is (a view of) a placeholder is cloned before the copies, or it would read what they wrote.
+    New state that is (a view of) another placeholder (two buffers swapped) is returned and copied after the run:
+    Inductor drops clones that are not outputs, so inside the graph the copies would read each other's results.
     """
     graph = fx.GraphModule(captured.graph, _copy(captured.graph.graph))
     nodes = list(graph.graph.nodes)
@@ -100,26 +119,24 @@ def write_back(captured: Captured) -> fx.GraphModule:
     output = nodes[-1]
     results = list(output.args[0])
     new_state, outputs = results[: captured.num_state], results[captured.num_state :]
-    old_roots = set(placeholders)
+    late: dict[int, fx.Node] = {}
+    roots = {_root(new) for new in new_state}
+    shared = {index for index, value in enumerate(outputs) if _root(value) in roots.difference(placeholders)}
     with graph.graph.inserting_before(output):
-        writes = []
-        for placeholder, new in zip(placeholders[: captured.num_state], new_state, strict=True):
-            if new is placeholder:
-                continue
-            if _root(new) in old_roots:
-                new = graph.graph.call_function(aten.clone.default, (new,))
-            writes.append((placeholder, new))
-        state_roots = old_roots | {_root(new) for _, new in writes}
         returned = [
-            graph.graph.call_function(aten.clone.default, (value,)) if _root(value) in state_roots else value
+            graph.graph.call_function(aten.clone.default, (value,)) if _root(value) in placeholders else value
             for value in outputs
         ]
-        for placeholder, new in writes:
-            graph.graph.call_function(aten.copy_.default, (placeholder, new))
-    output.args = (tuple(returned),)
+        for slot, new in enumerate(new_state):
+            if _root(new) in placeholders and new is not placeholders[slot]:
+                late[slot] = graph.graph.call_function(aten.clone.default, (new,))
+        for slot, new in enumerate(new_state):
+            if slot not in late and new is not placeholders[slot]:
+                graph.graph.call_function(aten.copy_.default, (placeholders[slot], new))
+    output.args = ((*returned, *late.values()),)
     graph.graph.lint()
     graph.recompile()
-    return graph
+    return graph, WriteBack(len(outputs), tuple(late), frozenset(shared))
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

@@ -118,13 +118,16 @@ def _with_factor(graph: fx.Graph, node: fx.Node) -> bool:
     if scale is None:
         return False
     node.args = (node.args[0], scale)
-    node.target = {
-        aten.mul.Scalar: aten.mul.Tensor,
-        aten.mul_.Scalar: aten.mul_.Tensor,
-        aten.div.Scalar: aten.div.Tensor,
-        aten.div_.Scalar: aten.div_.Tensor,
-    }.get(node.target, node.target)
+    node.target = _OF_TENSORS.get(node.target, node.target)
     return True
+
+
+_OF_TENSORS: dict[Any, Any] = {
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.mul_.Scalar: aten.mul_.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+    aten.div_.Scalar: aten.div_.Tensor,
+}
 
 
 def _as_sum(node: fx.Node, target: Any, other: fx.Node) -> None:
@@ -160,13 +163,36 @@ def drop_dead(graph: fx.GraphModule) -> int:
     return before - len(graph.graph.nodes)
 
 
-def drop_detach(graph: fx.GraphModule) -> int:
-    """Remove `detach`: the graph holds its own backward, so there is nothing to detach from."""
-    nodes = [node for node in graph.graph.nodes if node.target is aten.detach.default]
-    for node in nodes:
-        node.replace_all_uses_with(node.args[0])
-        graph.graph.erase_node(node)
-    return len(nodes)
+_SAME_VALUE = {
+    aten.alias.default: 0,
+    aten.clone.default: 0,
+    aten.copy.default: 1,
+    aten.detach.default: 0,
+    aten.lift_fresh_copy.default: 0,
+}
+"""Ops whose result is one of their arguments, by position, where nothing is mutated."""
+
+
+def drop_copies(graph: fx.GraphModule) -> int:
+    """Replace a copy by what it is a copy of: nothing in the graph is mutated, so nobody can tell them apart.
+
+    One that changes dtype, shape or strides stays.
+    """
+    changed = 0
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or node.target not in _SAME_VALUE:
+            continue
+        source = node.args[_SAME_VALUE[node.target]]
+        if _layout(source) == _layout(node):
+            node.replace_all_uses_with(source)
+            graph.graph.erase_node(node)
+            changed += 1
+    return changed
+
+
+def _layout(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return value.dtype, tuple(value.shape), value.stride()
 
 
 FIRST_TRACE_PASSES = (
@@ -176,7 +202,7 @@ FIRST_TRACE_PASSES = (
 """On the graph that still mutates, before functionalization."""
 
 PASSES = (
-    Pass("drop_detach", drop_detach, keeps_bits=True, why="a no-op that keeps backends from seeing through"),
+    Pass("drop_copies", drop_copies, keeps_bits=True, why="Inductor would drop some after it looked at aliases"),
     Pass("drop_dead", drop_dead, keeps_bits=True, why="what nobody reads need not be compiled"),
 )
 """On the functional graph."""

@@ -1,8 +1,8 @@
 """Stage 6, run and commit: a Runner is one compiled step; a StepCompiler keeps one per CompileKey and says why.
 
-    compiler = StepCompiler(train_step, model, optimizers, backend="inductor", on_event=print)
-    outputs = compiler(batch)      # compiles at a key not seen before, then runs
-    compiler.pull()                # before reading model.state_dict(): with XLA the state lives on the device
+compiler = StepCompiler(train_step, model, optimizers, backend="inductor", on_event=print)
+outputs = compiler(batch)      # compiles at a key not seen before, then runs
+compiler.pull()                # before reading model.state_dict(): with XLA the state lives on the device
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -116,6 +115,7 @@ class StepCompiler:
         optimizer: one, several by name, or None for a step that only evaluates (called as `(model, batch)`).
         backend: what lowers the graph; `eager` calls `train_step` as it is.
         cache_dir: directory of the cache on disk; None: no cache.
+        on_start: called with the reason before each compile.
         on_event: called with a CompileEvent after each compile.
     """
 
@@ -128,6 +128,7 @@ class StepCompiler:
         backend: BackendName = "inductor",
         devices: int = 1,
         cache_dir: Path | None = None,
+        on_start: Callable[[str], None] | None = None,
         on_event: Callable[[CompileEvent], None] | None = None,
         max_runners: int = MAX_RUNNERS,
     ) -> None:
@@ -135,23 +136,28 @@ class StepCompiler:
         self._model = model
         self._optimizer = optimizer
         self._devices = devices
+        self._on_start = on_start
         self._on_event = on_event
         self._max_runners = max_runners
         self._runners: OrderedDict[CompileKey, Runner] = OrderedDict()
         self._last: CompileKey | None = None
         self.backend_name = backend
         self.compile_seconds = 0.0
-        self.state = TrainState(model, optimizer)
-        self._backend = _make_backend(backend, self.state, cache_dir)
-        self._versions = versions(("torch",) if backend == "inductor" else ("torch", "torchax", "jax", "jaxlib"))
+        # Eager steps live on the model and the optimizers themselves; nothing is lifted out.
+        self._lifted = None if backend == "eager" else _Lifted.of(model, optimizer, backend, cache_dir)
         self._code = code_digest(train_step, *(type(module).forward for module in model.modules()))
 
     def __call__(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Any:
         """Run one step, compiling first at a key not seen before; `sizes` names the batch's sizes for the reason."""
-        if self._backend is None:
-            arguments = (self._model, batch) if self._optimizer is None else (self._model, self._optimizer, batch)
-            return pytree.tree_map_only(Tensor, Tensor.detach, self._step(*arguments))
-        return self.runner(batch, sizes=sizes)(batch)
+        return self.program(batch, sizes=sizes)(batch)
+
+    def program(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Callable[[Any], Any]:
+        """Return what runs a step on batches like `batch`: a Runner, or with the eager backend the step itself."""
+        return self._run_eager if self._lifted is None else self.runner(batch, sizes=sizes)
+
+    def _run_eager(self, batch: Any) -> Any:
+        arguments = (self._model, batch) if self._optimizer is None else (self._model, self._optimizer, batch)
+        return pytree.tree_map_only(Tensor, Tensor.detach, self._step(*arguments))
 
     def runner(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Runner:
         """Return the Runner for batches like `batch`, compiled now unless there is one.
@@ -159,25 +165,27 @@ class StepCompiler:
         Raises:
             CompileError: the step cannot be captured or lowered; model and optimizer are as they were.
         """
-        if self._backend is None:
-            raise CompileError("the eager backend compiles nothing", remedy="call the StepCompiler itself")
+        lifted = self._need_lifted()
         key = self.key(batch, sizes=sizes)
         if key in self._runners:
             self._runners.move_to_end(key)
             self._last = key
             return self._runners[key]
+        why = reason(self._last, key)
+        if self._on_start:
+            self._on_start(why)
         started = time.perf_counter()
-        captured = capture(self._step, self.state, self._optimizer, batch, self._backend.decompositions())
+        captured = capture(self._step, lifted.state, self._optimizer, batch, lifted.backend.decompositions())
         capture_seconds = time.perf_counter() - started
-        program = self._backend.lower(captured)
+        program = lifted.backend.lower(captured)
         seconds = time.perf_counter() - started
-        runner = Runner(program, captured, self.state, key, batch_leaves(batch)[2])
+        runner = Runner(program, captured, lifted.state, key, batch_leaves(batch)[2])
         event = CompileEvent(
             name="compiled" if self._last is None else "recompiled",
-            reason=reason(self._last, key),
+            reason=why,
             seconds=seconds,
             capture_seconds=capture_seconds,
-            backend=self._backend.name,
+            backend=lifted.backend.name,
             from_cache=program.from_cache,
             key=key.digest,
             nodes=len(captured.graph.graph.nodes),
@@ -191,24 +199,30 @@ class StepCompiler:
 
     def key(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> CompileKey:
         """Return the CompileKey of a step on `batch` as model and optimizers stand now."""
+        state = self._need_lifted().state
         leaves, paths, _ = batch_leaves(batch)
         return CompileKey(
             sizes=named_sizes(sizes),
             devices=self._devices,
-            state=state_info(self.state),
+            state=state_info(state),
             batch=tuple(tensor_info(path, leaf) for path, leaf in zip(paths, leaves, strict=True)),
-            hyperparameters=self.state.hyperparameters(),
+            hyperparameters=state.hyperparameters(),
             training=self._model.training,
             backend=self.backend_name,
             step=self._code,
             threads=cpu_threads(),
-            versions=self._versions,
+            versions=versions(_STACK[self.backend_name]),
         )
 
     def pull(self) -> None:
         """Bring the live model and optimizers up to date; with backends that work in place, nothing is to do."""
-        if self._backend is not None:
-            self._backend.pull()
+        if self._lifted is not None:
+            self._lifted.backend.pull()
+
+    def _need_lifted(self) -> _Lifted:
+        if self._lifted is None:
+            raise CompileError("the eager backend compiles nothing", remedy="call the StepCompiler itself")
+        return self._lifted
 
     def _remember(self, key: CompileKey, runner: Runner) -> None:
         self._runners[key] = runner
@@ -217,7 +231,7 @@ class StepCompiler:
             self._runners.popitem(last=False)
 
 
-def compile(  # noqa: A001  the product's word for it
+def compile(
     train_step: TrainStep,
     model: nn.Module,
     optimizer: Optimizers,
@@ -234,14 +248,24 @@ def compile(  # noqa: A001  the product's word for it
     return StepCompiler(train_step, model, optimizer, backend=target, cache_dir=cache_dir).runner(example_batch)
 
 
-def _make_backend(name: BackendName, state: TrainState, cache_dir: Path | None) -> Backend | None:
-    # Each backend's stack takes seconds to import, so only the one asked for is.
-    if name == "inductor":
-        from twinstep.worker.compile.inductor import InductorBackend
+_STACK = {"inductor": ("torch",), "xla": ("torch", "torchax", "jax", "jaxlib"), "eager": ("torch",)}
 
-        return InductorBackend(state, cache=cache_dir is not None)
-    if name == "xla":
+
+@dataclass(frozen=True, slots=True)
+class _Lifted:
+    """The state that was lifted out of model and optimizers, and the backend that holds it between steps."""
+
+    state: TrainState
+    backend: Backend
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Optimizers, name: BackendName, cache_dir: Path | None) -> _Lifted:
+        state = TrainState(model, optimizer)
+        # Each backend's stack takes seconds to import, so only the one asked for is.
+        if name == "inductor":
+            from twinstep.worker.compile.inductor import InductorBackend
+
+            return cls(state, InductorBackend(state, cache=cache_dir is not None))
         from twinstep.worker.compile.xla import XlaBackend
 
-        return XlaBackend(state, cache_dir=cache_dir)
-    return None
+        return cls(state, XlaBackend(state, cache_dir=cache_dir and cache_dir / "xla"))

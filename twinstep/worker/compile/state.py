@@ -241,7 +241,7 @@ def _check_state(key: str, optimizer: Optimizer) -> None:
         for entry, value in entries.items():
             if not isinstance(value, Tensor):
                 raise CompileError(
-                    f"optimizer {key!r} ({type(optimizer).__name__}) keeps {entry!r} as {_type(value)}, not as a tensor",
+                    f"optimizer {key!r} ({type(optimizer).__name__}) keeps {entry!r} as {_type(value)}, no tensor",
                     remedy="use SGD, Adam, AdamW, Adagrad, RMSprop or RowWiseAdagrad",
                 )
 

@@ -1,12 +1,13 @@
 """Stage 5, lower with XLA: the captured ATen graph runs as JAX through torchax, under one jit with its state donated.
 
 State lives in JAX arrays between steps; `pull` copies it into the live module and optimizers, and a live tensor that
-someone wrote to since (a checkpoint load, say) is picked up before the next step. This module is the only one that
-imports torchax and jax.
+someone wrote to since (a checkpoint load, say) is picked up before the next step. Only this module and `xla_ops.py`
+import torchax and jax.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,20 @@ import torch
 import torchax
 from jax.errors import JaxRuntimeError
 from torch import Tensor
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
 
 from twinstep.spec.errors import CompileError, DataError
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.state import TrainState
+from twinstep.worker.compile.xla_ops import JaxInterpreter
 
 INT32 = torch.iinfo(torch.int32)
+
+_DECOMPOSED_TOO = (
+    torch.ops.aten._native_batch_norm_legit_functional,
+    torch.ops.aten.native_batch_norm,
+    torch.ops.aten.native_batch_norm_backward,
+)
 
 
 class XlaBackend:
@@ -40,8 +48,8 @@ class XlaBackend:
         self._cache_dir = cache_dir
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
-        """Return core ATen: torchax lacks some backward ops as they are, and knows all of these."""
-        return dict(core_aten_decompositions())
+        """Return core ATen, which torchax knows but for what it lowers wrongly: batch norm's running statistics."""
+        return {**core_aten_decompositions(), **get_decompositions(_DECOMPOSED_TOO)}
 
     def lower(self, captured: Captured) -> XlaProgram:
         """Compile `captured`.
@@ -56,7 +64,8 @@ class XlaBackend:
         batch = [_to_jax(tensor) for tensor in captured.example[start : start + captured.num_batch]]
         before = _cache_entries(self._cache_dir)
         try:
-            with _cache_at(self._cache_dir):
+            with _cache_at(self._cache_dir), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit: checked in _to_jax
                 lowered = jax.jit(_as_jax(captured), donate_argnums=0).lower(
                     self.arrays, rates, batch, constants, self.key
                 )
@@ -102,7 +111,7 @@ class XlaProgram:
         self._compiled = compiled
         self._constants = constants
         results = captured.graph.graph.output_node().args[0]
-        self._dtypes = [node.meta["val"].dtype for node in results[captured.num_state :]]  # type: ignore[index, union-attr, operator]
+        self._dtypes = [node.meta["val"].dtype for node in results[captured.num_state :]]  # type: ignore[index, union-attr]
         self.from_cache = from_cache
 
     def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
@@ -126,11 +135,14 @@ def _as_jax(captured: Captured) -> Callable[..., Any]:
     env = torchax.default_env()
 
     def step(
-        state: list[jax.Array], rates: list[jax.Array], batch: list[jax.Array], constants: list[jax.Array], key: jax.Array
+        state: list[jax.Array],
+        rates: list[jax.Array],
+        batch: list[jax.Array],
+        constants: list[jax.Array],
+        key: jax.Array,
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-        with env.override_property(prng=key), env:
-            inputs = env.j2t_iso([*state, *rates, *batch, *constants])
-            results = env.t2j_iso(list(captured.graph(*inputs)))
+        with env.override_property(prng=key):
+            results = list(JaxInterpreter(captured.graph).run(*state, *rates, *batch, *constants))
             next_key = env.prng_key
         return results[: captured.num_state], results[captured.num_state :], next_key
 
@@ -158,7 +170,7 @@ def _to_torch(array: jax.Array, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.array(values)).to(dtype)
 
 
-class _cache_at:  # noqa: N801  a context manager reads as a word
+class _cache_at:
     """Let JAX keep compiled programs in a directory, for the length of a block."""
 
     def __init__(self, directory: Path | None) -> None:
@@ -177,11 +189,11 @@ class _cache_at:  # noqa: N801  a context manager reads as a word
     def __enter__(self) -> None:
         self._before = {name: getattr(jax.config, name) for name in self._wanted}
         for name, value in self._wanted.items():
-            jax.config.update(name, value)
+            jax.config.update(name, value)  # type: ignore[no-untyped-call]
 
     def __exit__(self, *_: object) -> None:
         for name, value in self._before.items():
-            jax.config.update(name, value)
+            jax.config.update(name, value)  # type: ignore[no-untyped-call]
 
 
 def _cache_entries(directory: Path | None) -> int:

@@ -1,0 +1,226 @@
+"""When a step is compiled again and what it says, and what is refused before anything is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import twinstep
+from twinstep.spec.errors import CaptureError, CompileError, DataError
+from twinstep.worker.compile import CompileEvent, CompileKey, StepCompiler
+from twinstep.worker.compile.key import reason
+
+
+def step(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    optimizer.zero_grad()
+    loss = (model(x)[:, 0] - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(rows, 3), torch.zeros(rows)
+
+
+def compiler(events: list[CompileEvent], train_step: Any = step, **options: Any) -> tuple[nn.Module, Any, StepCompiler]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    options.setdefault("backend", "xla")
+    return model, optimizer, StepCompiler(train_step, model, optimizer, on_event=events.append, **options)
+
+
+def test_a_new_batch_size_compiles_again_and_says_why_and_an_old_one_does_not() -> None:
+    events: list[CompileEvent] = []
+    _, _, compiled = compiler(events)
+    for rows in (64, 128, 64, 128):
+        compiled(batch(rows), sizes={"batch_size": rows, "uih_len": 4})
+    assert [event.name for event in events] == ["compiled", "recompiled"]
+    assert [event.reason for event in events] == ["first compile", "batch_size 64 → 128"]
+    assert all(event.seconds > event.capture_seconds > 0 for event in events)
+
+
+def test_state_goes_on_across_programs_of_different_shapes() -> None:
+    _, _, mixed = compiler([])
+    _, _, eager = compiler([], backend="eager")
+    for rows in (2, 4, 2):
+        assert float(mixed(batch(rows))) == pytest.approx(float(eager(batch(rows))), rel=1e-3)
+
+
+def test_a_hyperparameter_that_is_built_in_compiles_again() -> None:
+    events: list[CompileEvent] = []
+    _, optimizer, compiled = compiler(events)
+    compiled(batch(2))
+    optimizer.param_groups[0]["lr"] = 0.5
+    compiled(batch(2))
+    assert len(events) == 1
+    optimizer.param_groups[0]["eps"] = 1e-3
+    compiled(batch(2))
+    assert "eps=1e-08" in events[1].reason
+    assert "eps=0.001" in events[1].reason
+
+
+def test_turning_training_off_compiles_again() -> None:
+    events: list[CompileEvent] = []
+    model, _, compiled = compiler(events)
+    compiled(batch(2))
+    model.eval()
+    compiled(batch(2))
+    assert events[1].reason == "training True → False"
+
+
+def test_programs_in_memory_are_bounded() -> None:
+    events: list[CompileEvent] = []
+    _, _, compiled = compiler(events, max_runners=2)
+    for rows in (1, 2, 3, 1):
+        compiled(batch(rows))
+    assert len(events) == 4
+
+
+def test_a_change_in_any_field_of_the_key_misses_and_has_a_reason() -> None:
+    _, _, compiled = compiler([])
+    key = compiled.key(batch(2), sizes={"batch_size": 2})
+    changed: dict[str, Any] = {
+        "sizes": (("batch_size", 3),),
+        "devices": 2,
+        "state": (*key.state[:-1], (key.state[-1][0], (7,), "float32")),
+        "batch": (),
+        "hyperparameters": key.hyperparameters[1:],
+        "training": False,
+        "backend": "inductor",
+        "step": "0",
+        "threads": 99,
+        "versions": (("torch", "0"),),
+    }
+    for field in dataclasses.fields(CompileKey):  # a field added without a case fails here
+        other = dataclasses.replace(key, **{field.name: changed[field.name]})
+        assert other != key
+        assert other.digest != key.digest
+        assert reason(key, other) not in ("", "same key")
+    assert reason(key, key) == "same key"
+
+
+def test_the_disk_cache_answers_a_second_process_of_the_same_step(tmp_path: Path) -> None:
+    for backend in ("xla", "inductor"):
+        found = []
+        for _ in range(2):
+            events: list[CompileEvent] = []
+            _, _, compiled = compiler(events, backend=backend, cache_dir=tmp_path)
+            compiled(batch(6))
+            found.append(events[0].from_cache)
+        assert found[1], backend
+
+
+def data_dependent(model: nn.Module, optimizer: Any, given: tuple[Tensor, Tensor]) -> Tensor:
+    loss = model(given[0]).sum()
+    if loss > 0:
+        loss = loss * 2
+    return loss
+
+
+def scalar_used(model: nn.Module, optimizer: Any, given: tuple[Tensor, Tensor]) -> Tensor:
+    scale = given[1].sum().item()
+    return model(given[0]).sum() ** scale
+
+
+def scalar_returned(model: nn.Module, optimizer: Any, given: tuple[Tensor, Tensor]) -> float:
+    return model(given[0]).sum().item()
+
+
+def shape_from_data(model: nn.Module, optimizer: Any, given: tuple[Tensor, Tensor]) -> Tensor:
+    chosen = given[0][given[0] > 0]
+    return chosen.new_zeros(int(chosen.sum())).sum()
+
+
+@pytest.mark.parametrize(
+    ("train_step", "line"),
+    [
+        (data_dependent, "if loss > 0"),
+        (scalar_used, "scale"),
+        (scalar_returned, ""),
+        (shape_from_data, "chosen"),
+    ],
+)
+def test_what_one_graph_cannot_hold_is_named_and_changes_nothing(train_step: Any, line: str) -> None:
+    model, optimizer, compiled = compiler([], train_step)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    groups = [dict(group) for group in optimizer.param_groups]
+    with pytest.raises(CaptureError) as caught:
+        compiled(batch(2))
+    assert line in caught.value.problem
+    if line:
+        assert Path(__file__).name in caught.value.problem
+    assert caught.value.remedy
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert [dict(group) for group in optimizer.param_groups] == groups
+    assert isinstance(optimizer.param_groups[0]["params"][0], nn.Parameter)
+
+
+def test_an_error_of_the_users_own_step_is_named_with_its_line() -> None:
+    def broken(model: nn.Module, optimizer: Any, given: tuple[Tensor, Tensor]) -> Tensor:
+        return model(given[0]) @ torch.ones(5)
+
+    _, _, compiled = compiler([], broken)
+    with pytest.raises(CaptureError, match=r"torch\.ones\(5\)"):
+        compiled(batch(2))
+
+
+def test_a_runner_refuses_other_structures_shapes_and_dtypes_and_keeps_the_state() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = twinstep.compile(step, model, optimizer, batch(4), target="inductor")
+    before = model.weight.detach().clone()
+    x, y = batch(4)
+    for wrong, word in (((x, y, y), "structure"), ((x[:2], y[:2]), r"\[2, 3\]"), ((x.double(), y), "float64")):
+        with pytest.raises(CompileError, match=word):
+            runner(wrong)
+    with pytest.raises(CompileError, match="not a tensor"):
+        runner((x, 3.0))
+    assert torch.equal(model.weight, before)
+    runner(batch(4))
+    assert not torch.equal(model.weight, before)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    with pytest.raises(CompileError, match="not the model's"):
+        StepCompiler(step, model, torch.optim.SGD(other.parameters(), lr=0.1), backend="xla")
+
+
+def test_momentum_with_dampening_is_refused_where_it_would_be_wrong() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    with pytest.raises(CompileError, match="dampening"):
+        StepCompiler(step, model, optimizer, backend="xla")
+
+
+def test_an_integer_that_xla_would_cut_is_refused() -> None:
+    model = nn.Embedding(4, 2)
+
+    def lookup(model: nn.Module, optimizer: Any, given: tuple[Tensor, Tensor]) -> Tensor:
+        return model(given[0]).sum() + (given[1] // 1000).sum()
+
+    compiled = StepCompiler(lookup, model, torch.optim.SGD(model.parameters(), lr=0.1), backend="xla")
+    ids = torch.tensor([1, 2])
+    compiled((ids, torch.tensor([1_650_000_000])))
+    with pytest.raises(DataError, match="1650000000000"):
+        compiled((ids, torch.tensor([1_650_000_000_000])))
+
+
+def test_making_optimizer_state_moves_nothing() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    model.weight.grad = torch.full_like(model.weight, 7.0)
+    before = model.weight.detach().clone()
+    StepCompiler(step, model, optimizer, backend="xla")
+    assert torch.equal(model.weight, before)
+    assert torch.equal(model.weight.grad, torch.full_like(model.weight, 7.0))
+    assert all(float(entry["step"]) == 0 for entry in optimizer.state.values())

@@ -1,0 +1,34 @@
+"""The train room: one run from its spec to its summary. `run_spec` is the door; the loop itself is in `loop.py`.
+
+Importing this package loads no torch: the environment must be set before torch and jax read it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twinstep.worker.train.environment import prepare_environment
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from twinstep.spec.job import JobSpec
+    from twinstep.spec.report import RunSummary
+
+
+def run_spec(spec: JobSpec, *, console: Console | None = None, quiet: bool = False) -> RunSummary:
+    """Train `spec` in this process, report where the environment says so, and return the summary.
+
+    Args:
+        console: where progress is drawn; None draws nothing.
+        quiet: no progress, even with a console.
+
+    Raises:
+        TwinstepError: the spec asks for what is not here, data is missing, the step cannot be compiled, or the loss
+            stopped being finite. The run's end is reported before it is raised.
+        SystemExit: with code 143, after SIGTERM.
+    """
+    prepare_environment(spec)
+    from twinstep.worker.train.run import run
+
+    return run(spec, console=None if quiet else console)

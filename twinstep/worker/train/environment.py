@@ -1,0 +1,80 @@
+"""What must be set before torch and jax are imported, and what a run's surroundings are. Imports neither."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from twinstep.spec.errors import SpecError, UnavailableError
+from twinstep.spec.job import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunContext:
+    """Where a run's worker is: set in the environment by whatever started it."""
+
+    run_id: str
+    run_dir: Path
+    """The run's own directory; docs/architecture.md lists its files."""
+    api_url: str
+    token: str
+    """Lets this run report, and nothing else."""
+
+    @classmethod
+    def from_environment(cls) -> RunContext | None:
+        """Return the context, or None for a run by hand.
+
+        Raises:
+            UnavailableError: only some of the four variables are set.
+        """
+        names = ("TWINSTEP_RUN_ID", "TWINSTEP_RUN_DIR", "TWINSTEP_API_URL", "TWINSTEP_RUN_TOKEN")
+        values = {name: os.environ.get(name, "") for name in names}
+        if not any(values.values()):
+            return None
+        missing = [name for name, value in values.items() if not value]
+        if missing:
+            raise UnavailableError(
+                f"the environment of a run lacks {', '.join(missing)}",
+                remedy=f"set all of {', '.join(names)}, or none",
+            )
+        run_id, run_dir, api_url, token = values.values()
+        return cls(run_id=run_id, run_dir=Path(run_dir), api_url=api_url, token=token)
+
+
+def prepare_environment(spec: JobSpec) -> None:
+    """Set the variables that torch, jax and OpenMP read when they are loaded.
+
+    Raises:
+        SpecError: the spec's accelerator is not one that this process can train on.
+        UnavailableError: the cache directory cannot be made.
+    """
+    if spec.accelerator.kind != "cpu":
+        raise SpecError(
+            f"accelerator.kind is {spec.accelerator.kind}; this process trains on cpu",
+            remedy="accelerator: cpu",
+        )
+    # OpenMP threads that spin while they wait take the processor from those that work; on small shared machines that
+    # made steps several times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    directory = cache_directory(spec)
+    if directory is not None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UnavailableError(
+                f"the compile cache {directory} cannot be made: {error.strerror}",
+                remedy="set compile.cache_dir to a directory that can be written, or compile.cache: false",
+            ) from error
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory / "inductor")
+
+
+def cache_directory(spec: JobSpec) -> Path | None:
+    """Return the directory of the compile cache, or None where the spec wants none."""
+    if not spec.compile.cache:
+        return None
+    if spec.compile.cache_dir is not None:
+        return Path(spec.compile.cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "twinstep"

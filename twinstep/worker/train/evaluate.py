@@ -1,0 +1,77 @@
+"""Held-out scores: eager, on the live model, whatever backend trained it: one ruler for all backends."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from twinstep.spec.errors import TrainError
+from twinstep.worker.data.events import DataSchema
+from twinstep.worker.data.loader import Loader
+from twinstep.worker.data.metrics import BinaryMetrics, BinaryScores
+from twinstep.worker.data.prefetch import Prefetch
+
+
+class Stop(Protocol):
+    """Tells an evaluation that somebody wants the run to end."""
+
+    asked: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Scores of one pass over held-out data."""
+
+    tasks: dict[str, BinaryScores]
+    """By binary task; the first is the one a summary speaks of."""
+    seconds: float
+    examples: int
+    """Candidates scored for the first task."""
+
+    def values(self) -> dict[str, float | None]:
+        """Return AUC, NE, calibration and log loss by name; those of tasks after the first carry the task's name."""
+        found: dict[str, float | None] = {}
+        for index, (task, scores) in enumerate(self.tasks.items()):
+            end = f"/{task}" if index else ""
+            found |= {
+                f"auc{end}": scores.auc,
+                f"ne{end}": scores.ne,
+                f"calibration{end}": scores.calibration,
+                f"log_loss{end}": scores.log_loss,
+            }
+        return found
+
+
+def evaluate(model: nn.Module, loader: Loader, schema: DataSchema, *, max_batches: int | None, stop: Stop) -> Scores:
+    """Score the held-out part in order of time; the model is put back into the mode it was in.
+
+    Raises:
+        TrainError: a logit is NaN: the parameters are no longer finite.
+    """
+    started = time.perf_counter()
+    binary = [(index, task.name) for index, task in enumerate(schema.tasks) if task.kind == "binary"]
+    metrics = {name: BinaryMetrics() for _, name in binary}
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), Prefetch(loader.eval_batches()) as batches:
+            for batch, _ in itertools.islice(batches, max_batches):
+                if stop.asked:
+                    break
+                logits = model(batch).logits
+                for index, name in binary:
+                    metrics[name].update(logits[index], batch.labels[index], batch.weights[index])
+    finally:
+        model.train(was_training)
+    scores = {name: each.compute() for name, each in metrics.items()}
+    first = scores[binary[0][1]]
+    if first.examples and first.log_loss is None:
+        raise TrainError(
+            "held-out logits are NaN", remedy="lower the learning rates, or set train.clip_norm; see the loss chart"
+        )
+    return Scores(tasks=scores, seconds=time.perf_counter() - started, examples=first.examples)

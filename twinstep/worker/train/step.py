@@ -1,0 +1,35 @@
+"""The step as one plain PyTorch function: what the compiler captures, what eager runs. No backend is named here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from twinstep.worker.embedding.optim import split_parameters
+
+Step = Callable[[nn.Module, Mapping[str, Optimizer], Any], Any]
+
+
+def make_train_step(*, clip_norm: float | None) -> Step:
+    """Return a train step that clips the global norm of dense gradients to `clip_norm`, where one is given.
+
+    Tables are left out of the clipping: their gradients are mostly zero and their optimizers scale each row.
+    """
+
+    def train_step(model: nn.Module, optimizers: Mapping[str, Optimizer], batch: Any) -> Any:
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        output = model(batch)
+        output.loss.backward()
+        if clip_norm is not None:
+            dense = [parameter for _, parameter in split_parameters(model)[0]]
+            torch.nn.utils.clip_grad_norm_(dense, clip_norm, foreach=False)
+        for optimizer in optimizers.values():
+            optimizer.step()
+        return output
+
+    return train_step
