@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,7 @@ class Live:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(
-        data_dir=tmp_path / "data", worker_command=WORKER, port=0, reconcile_seconds=0.05, stream_seconds=0.02
-    )
+    return settings_in(tmp_path / "data")
 
 
 @pytest.fixture
@@ -72,9 +71,9 @@ def store(settings: Settings) -> Iterator[Store]:
     store.close()
 
 
-@pytest.fixture
-def live(settings: Settings) -> Iterator[Live]:
-    """A whole control plane in this process, without pages."""
+@contextmanager
+def control_plane(settings: Settings) -> Iterator[Live]:
+    """A whole control plane in this process, without pages; leaves no process behind."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         plane = assemble(replace(settings, port=listener.getsockname()[1]), pages=False)
         plane.reconciler.start()
@@ -84,13 +83,31 @@ def live(settings: Settings) -> Iterator[Live]:
         eventually(lambda: server.started)
         with httpx.Client(base_url=plane.settings.url, timeout=20, trust_env=False) as http:
             yield Live(plane, http)
-            for order in plane.store.orders():  # leave no process behind
+            for order in plane.store.orders():
                 plane.service.cancel_job(order.run.job_id)
             eventually(lambda: not plane.store.orders())
         plane.service.closing.set()
         server.should_exit = True
         thread.join(timeout=20)
         plane.close()
+
+
+def settings_in(directory: Path) -> Settings:
+    return Settings(data_dir=directory, worker_command=WORKER, port=0, reconcile_seconds=0.05, stream_seconds=0.02)
+
+
+@pytest.fixture
+def live(settings: Settings) -> Iterator[Live]:
+    """A control plane of the test's own."""
+    with control_plane(settings) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """One control plane for tests that leave no job behind."""
+    with control_plane(settings_in(tmp_path_factory.mktemp("shared") / "data")) as live:
+        yield live
 
 
 @pytest.fixture

@@ -56,9 +56,7 @@ async def spec_in(request: Request) -> JobSpec:
     return await run_in_threadpool(parse_spec, body)
 
 
-@router.post(
-    "/jobs", status_code=201, openapi_extra=_SPEC_BODY, responses=responses(413, 415), summary="Submit a job"
-)
+@router.post("/jobs", status_code=201, openapi_extra=_SPEC_BODY, responses=responses(413, 415), summary="Submit a job")
 def submit(service: Asked, spec: Annotated[JobSpec, Depends(spec_in)], response: Response) -> JobDetail:
     """Store a job from its spec; the scheduler takes it from there. `Location` says where it is."""
     job = service.submit_job(spec)

@@ -66,25 +66,25 @@ class Cursor:
 def begin(
     service: Asked,
     job_id: str,
+    kinds: Annotated[list[Kind] | None, Query(description="Only messages of these kinds; `end` always comes.")] = None,
     last_event_id: Annotated[str | None, Header(description="Id of the last message seen.")] = None,
-) -> tuple[JobDetail, Cursor]:
-    """Return the job and where to begin; what is wrong is told before the stream opens."""
-    return service.get_job(job_id), Cursor.parse(last_event_id) if last_event_id else Cursor()
+) -> Follower:
+    """Return a follower at its place; what is wrong is told before the stream opens."""
+    service.get_job(job_id)
+    cursor = Cursor.parse(last_event_id) if last_event_id else Cursor()
+    return Follower(service, job_id, cursor, frozenset(kinds or KINDS))
 
 
 @router.get(
     "/jobs/{job_id}/stream", response_class=EventSourceResponse, responses=responses(404), summary="Follow a job"
 )
-async def stream(
-    service: Asked,
-    job_id: str,
-    start: Annotated[tuple[JobDetail, Cursor], Depends(begin)],
-    kinds: Annotated[list[Kind] | None, Query(description="Only messages of these kinds; `end` always comes.")] = None,
-) -> AsyncIterator[ServerSentEvent]:
-    """Send `state` (the job without its spec, whenever it changes), `event`, `metrics` and `log` messages, and `end` at the end."""
-    job, cursor = start
-    follower = Follower(service, job_id, cursor, frozenset(kinds or KINDS))
-    yield ServerSentEvent(comment=f"following {job.id}", retry=1000)
+async def stream(service: Asked, follower: Annotated[Follower, Depends(begin)]) -> AsyncIterator[ServerSentEvent]:
+    """Send `state` (the job without its spec, whenever it changes), `event`, `metrics`, `log`, and `end` at the end.
+
+    A reader that comes back with `Last-Event-ID` goes on where it was. A stream that closes without `end` wants to be
+    taken up again.
+    """
+    yield ServerSentEvent(comment="following", retry=1000)
     while not service.closing.is_set():
         messages = await run_in_threadpool(follower.look)
         for message in messages:

@@ -160,7 +160,13 @@ class Reconciler:
     def _move(self, order: Order, to: RunState, reason: str, *, token_hash: str | None = None) -> bool:
         run = order.run
         return self._store.move(
-            run.id, to=to, if_version=run.version, reason=reason, actor=ACTOR, token_hash=token_hash
+            run.id,
+            to=to,
+            if_version=run.version,
+            reason=reason,
+            actor=ACTOR,
+            token_hash=token_hash,
+            handle=None if token_hash is None else {"backend": "local"},
         )
 
     def _tell(self, order: Order, reason: str) -> None:

@@ -1,0 +1,235 @@
+"""The REST API over real HTTP: jobs from submit to end, what belongs to them, and what workers report."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from twinstep.spec.parse import spec_json_schema
+
+
+def pages(live: Any, path: str, **params: Any) -> list[dict[str, Any]]:
+    items, after = [], 0
+    while True:
+        page = live.http.get(path, params={**params, "after": after}).json()
+        items += page["items"]
+        if not page["items"]:
+            return items
+        after = page["next_after"]
+
+
+def test_a_job_goes_from_submit_to_succeeded_with_all_it_reported(live) -> None:
+    answer = live.http.post("/v1/jobs", json={"name": "reports-9"})
+    assert answer.status_code == 201
+    job = answer.json()
+    assert answer.headers["location"] == f"/v1/jobs/{job['id']}"
+    done = live.when(job["id"], "succeeded", "failed")
+    assert (done["state"], done["summary"]["backend"], done["spec"]["train"]["steps"]) == ("succeeded", "eager", 400)
+    metrics = pages(live, f"/v1/jobs/{job['id']}/metrics", limit=4)
+    assert [(point["step"], point["value"]) for point in metrics] == [(step, 1 / step) for step in range(1, 10)]
+    events = pages(live, f"/v1/jobs/{job['id']}/events", limit=2)
+    moves = [(e["data"]["from"], e["data"]["to"]) for e in events if e["name"] == "state_changed"]
+    path = ["pending", "queued", "starting", "running", "succeeded"]
+    assert moves == list(itertools.pairwise(path))
+    assert {e["actor"] for e in events} == {"user", "scheduler", "worker"}
+    (run,) = live.http.get(f"/v1/jobs/{job['id']}/runs").json()["items"]
+    assert (run["attempt"], run["state"], run["acked_seq"]) == (1, "succeeded", 10)
+    assert "token" not in json.dumps([done, events, run])
+
+
+def test_yaml_is_taken_as_json_is(live) -> None:
+    answer = live.http.post(
+        "/v1/jobs", content="name: reports-1\naccelerator: cpu\n", headers={"content-type": "application/yaml"}
+    )
+    assert answer.status_code == 201
+    assert answer.json()["accelerator"] == "cpu"
+
+
+def test_jobs_are_listed_newest_first_in_pages_and_by_state(live) -> None:
+    ids = [live.submit("reports-1")["id"] for _ in range(5)]
+    for job_id in ids:
+        live.when(job_id, "succeeded")
+    first = live.http.get("/v1/jobs", params={"limit": 3}).json()
+    rest = live.http.get("/v1/jobs", params={"limit": 3, "cursor": first["next_cursor"]}).json()
+    assert [job["id"] for job in first["items"] + rest["items"]] == ids[::-1]
+    assert rest["next_cursor"] is None
+    assert live.http.get("/v1/jobs", params={"state": "failed"}).json()["items"] == []
+    assert len(live.http.get("/v1/jobs", params={"state": "succeeded"}).json()["items"]) == 5
+
+
+def test_cancelling_stops_the_worker_and_may_be_asked_again(live) -> None:
+    job = live.submit("sleeps")
+    live.when(job["id"], "starting")
+    for _ in range(2):
+        assert live.http.post(f"/v1/jobs/{job['id']}/cancel").status_code == 200
+    done = live.when(job["id"], "cancelled", "failed")
+    assert done["state"] == "cancelled"
+    assert done["cancel_requested_at"]
+    again = live.http.post(f"/v1/jobs/{job['id']}/cancel", json={})
+    assert (again.status_code, again.json()["state"]) == (200, "cancelled")
+
+
+def test_a_finished_job_cannot_be_cancelled(live) -> None:
+    job = live.submit("reports-1")
+    live.when(job["id"], "succeeded")
+    answer = live.http.post(f"/v1/jobs/{job['id']}/cancel")
+    assert (answer.status_code, answer.json()["code"]) == (409, "conflict")
+    assert "succeeded already" in answer.json()["detail"]
+
+
+def test_a_log_is_read_by_cursor_and_by_its_tail_without_secrets(live) -> None:
+    job = live.submit("shouts")
+    live.when(job["id"], "succeeded")
+    text, offset = "", 0
+    while True:
+        part = live.http.get(f"/v1/jobs/{job['id']}/logs", params={"offset": offset, "limit": 7}).json()
+        if part["next_offset"] == offset:
+            break
+        text, offset = text + part["text"], part["next_offset"]
+    lines = text.split("\n")
+    assert lines[0] == "café \ufffd\ufffd"
+    assert set(lines[1]) == {"*"}
+    assert lines[2] == "half a li"
+    tail = live.http.get(f"/v1/jobs/{job['id']}/logs", params={"tail": 1}).json()
+    assert tail["text"] == "half a li"
+    assert tail["next_offset"] == tail["size"] == offset
+
+
+def test_metrics_are_filtered_by_name_and_belong_to_the_jobs_own_runs(live) -> None:
+    one, two = live.submit("reports-2"), live.submit("reports-1")
+    live.when(two["id"], "succeeded")
+    path = f"/v1/jobs/{one['id']}/metrics"
+    assert len(live.http.get(path, params={"names": "loss,auc"}).json()["items"]) == 2
+    assert live.http.get(path, params={"names": "auc"}).json()["items"] == []
+    assert len(live.http.get(path, params={"run_id": one["run_id"]}).json()["items"]) == 2
+    assert live.http.get(path, params={"run_id": two["run_id"]}).status_code == 404
+
+
+def report(live: Any, run_id: str, token: str, *records: dict[str, Any], **kwargs: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return live.http.post(f"/v1/runs/{run_id}/reports", json={"records": records}, headers=headers, **kwargs)
+
+
+def record(seq: int, **more: Any) -> dict[str, Any]:
+    return {"kind": "metric", "seq": seq, "time": 1.0, "step": seq, "values": {"loss": 0.5}} | more
+
+
+def test_reports_need_the_runs_own_token(live, wait) -> None:
+    job = live.submit("sleeps")
+    live.when(job["id"], "starting")
+    token = json.loads((live.run_dir(job) / "token").read_text())
+    for wrong in ("", "x", token[:-1], token + "x"):
+        answer = report(live, job["run_id"], wrong, record(1))
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert answer.headers["content-type"] == "application/problem+json"
+    assert report(live, "run-0", token, record(1)).status_code == 401
+    assert report(live, job["run_id"], token, record(1)).json() == {"acked": 1, "cancel": False}
+    assert report(live, job["run_id"], token, record(1), record(2), record(9)).json()["acked"] == 2
+    live.http.post(f"/v1/jobs/{job['id']}/cancel")
+    assert report(live, job["run_id"], token, record(3)).json() in (
+        {"acked": 3, "cancel": True},
+        {"acked": 3, "cancel": False},  # it had ended by then
+    )
+
+
+def test_a_late_report_of_a_finished_run_is_kept_and_moves_nothing(live) -> None:
+    job = live.submit("crashes")
+    live.when(job["id"], "failed")
+    token = json.loads((live.run_dir(job) / "token").read_text())
+    assert report(live, job["run_id"], token, record(1)).json()["acked"] == 1
+    assert live.job(job["id"])["state"] == "failed"
+    assert len(live.http.get(f"/v1/jobs/{job['id']}/metrics").json()["items"]) == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"kind": "riddle", "seq": 1},
+        record(0),
+        record(2**60),
+        record(1, step=-1),
+        record(1, values={"loss": "low"}),
+        {"kind": "event", "seq": 1, "time": 1, "name": "x" * 65, "reason": ""},
+    ],
+    ids=["kind", "seq 0", "seq huge", "step", "value", "name"],
+)
+def test_a_report_that_is_none_is_refused_with_the_field_and_nothing_of_it_stored(live, bad: dict[str, Any]) -> None:
+    job = live.submit("sleeps")
+    live.when(job["id"], "starting")
+    token = json.loads((live.run_dir(job) / "token").read_text())
+    answer = report(live, job["run_id"], token, bad)
+    assert answer.status_code == 422
+    assert answer.json()["faults"][0]["field"].startswith("records.0")
+    assert live.job(job["id"])["state"] == "starting"
+
+
+def test_many_clients_at_once_are_all_answered(live) -> None:
+    job = live.submit("sleeps")
+    live.when(job["id"], "starting")
+    token = json.loads((live.run_dir(job) / "token").read_text())
+    codes: list[int] = []
+
+    def client() -> None:
+        for seq in range(1, 11):
+            codes.append(report(live, job["run_id"], token, record(seq)).status_code)
+            codes.append(live.http.get(f"/v1/jobs/{job['id']}").status_code)
+
+    threads = [threading.Thread(target=client) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(codes) == {200}
+    assert [p["step"] for p in pages(live, f"/v1/jobs/{job['id']}/metrics")] == list(range(1, 11))
+
+
+def test_the_schema_health_and_readiness_are_told(live, wait) -> None:
+    assert live.http.get("/v1/schema/job").json() == spec_json_schema()
+    assert live.http.get("/healthz").json()["status"] == "ok"
+    wait(lambda: live.http.get("/readyz").status_code == 200)
+    assert live.http.get("/readyz").json()["ready"] is True
+
+
+def test_openapi_names_every_path_with_its_problems_and_every_reference_resolves(live) -> None:
+    document = live.http.get("/openapi.json").json()
+    assert {path for path in document["paths"] if path.startswith("/v1")} == {
+        "/v1/jobs",
+        "/v1/jobs/{job_id}",
+        "/v1/jobs/{job_id}/cancel",
+        "/v1/jobs/{job_id}/runs",
+        "/v1/jobs/{job_id}/events",
+        "/v1/jobs/{job_id}/metrics",
+        "/v1/jobs/{job_id}/logs",
+        "/v1/jobs/{job_id}/stream",
+        "/v1/runs/{run_id}/reports",
+        "/v1/schema/job",
+    }
+    schemas = document["components"]["schemas"]
+
+    def references(node: Any) -> list[str]:
+        if isinstance(node, dict):
+            own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
+            return own + [ref for value in node.values() for ref in references(value)]
+        return [ref for item in node for ref in references(item)] if isinstance(node, list) else []
+
+    assert {ref.removeprefix("#/components/schemas/") for ref in references(document)} <= set(schemas)
+    assert "HTTPValidationError" not in schemas
+    for path in (path for path in document["paths"] if path.startswith("/v1/jobs")):
+        for operation in document["paths"][path].values():
+            assert "application/problem+json" in operation["responses"]["422"]["content"], path
+
+
+def test_pages_of_a_fresh_control_plane_are_empty(live) -> None:
+    assert live.http.get("/v1/jobs").json() == {"items": [], "next_cursor": None}
+
+
+def test_a_job_without_output_has_an_empty_log(live, tmp_path: Path) -> None:
+    job = live.submit("sleeps")
+    part = live.http.get(f"/v1/jobs/{job['id']}/logs").json()
+    assert part == {"offset": 0, "next_offset": 0, "size": 0, "text": ""}

@@ -1,0 +1,123 @@
+"""Server-sent events of a job: all of it, once, in order; from any point on; for many at a time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+
+@dataclass
+class Message:
+    event: str
+    id: str
+    data: Any
+
+
+def messages(live: Any, job_id: str, *, last: str = "", stop_after: int | None = None, **params: Any) -> list[Message]:
+    headers = {"last-event-id": last} if last else {}
+    with live.http.stream("GET", f"/v1/jobs/{job_id}/stream", headers=headers, params=params) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        found = []
+        for message in parse(answer.iter_lines()):
+            found.append(message)
+            if stop_after is not None and len(found) >= stop_after:
+                break
+        return found
+
+
+def parse(lines: Iterator[str]) -> Iterator[Message]:
+    fields: dict[str, str] = {}
+    for line in lines:
+        if line:
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        elif "event" in fields:
+            yield Message(fields["event"], fields["id"], json.loads(fields["data"]))
+            fields = {}
+        else:
+            fields = {}
+
+
+def content(found: list[Message]) -> dict[str, Any]:
+    return {
+        "events": [m.data["id"] for m in found if m.event == "event"],
+        "steps": [p["step"] for m in found if m.event == "metrics" for p in m.data["items"]],
+        "log": "".join(m.data["text"] for m in found if m.event == "log"),
+        "end": [m.data["state"] for m in found if m.event == "end"],
+    }
+
+
+def test_a_stream_tells_all_of_a_job_and_ends_with_it(live) -> None:
+    job = live.submit("reports-9")
+    found = messages(live, job["id"])
+    told = content(found)
+    assert told["steps"] == list(range(1, 10))
+    assert told["end"] == ["succeeded"]
+    assert found[-1].event == "end"
+    everything = live.http.get(f"/v1/jobs/{job['id']}/events").json()["items"]
+    assert told["events"] == [event["id"] for event in everything]
+    states = [m.data["state"] for m in found if m.event == "state"]
+    assert states[-1] == "succeeded"
+    assert "spec" not in found[0].data
+
+
+def test_a_stream_taken_up_again_at_any_message_misses_nothing_and_repeats_nothing(live) -> None:
+    job = live.submit("shouts")
+    live.when(job["id"], "succeeded")
+    whole = messages(live, job["id"])
+    for cut in range(1, len(whole)):
+        rest = messages(live, job["id"], last=whole[cut - 1].id)
+        both = whole[:cut] + rest
+        assert content(both)["events"] == content(whole)["events"]
+        assert content(both)["log"] == content(whole)["log"]
+        assert rest[-1].event == "end"
+
+
+def test_a_follower_that_is_cut_off_while_the_job_runs_goes_on_where_it_was(live) -> None:
+    job = live.submit("reports-30")
+    found: list[Message] = []
+    while not found or found[-1].event != "end":
+        found += messages(live, job["id"], last=found[-1].id if found else "", stop_after=6)
+    assert content(found)["steps"] == list(range(1, 31))
+    assert content(found)["events"] == sorted(set(content(found)["events"]))
+
+
+def test_many_follow_one_job_and_all_see_all_of_it(live) -> None:
+    job = live.submit("reports-20")
+    seen: list[dict[str, Any]] = []
+    threads = [threading.Thread(target=lambda: seen.append(content(messages(live, job["id"])))) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(seen) == 20
+    assert all(one["steps"] == list(range(1, 21)) and one["end"] == ["succeeded"] for one in seen)
+
+
+def test_only_the_kinds_asked_for_are_sent(live) -> None:
+    job = live.submit("reports-3")
+    assert {m.event for m in messages(live, job["id"], kinds=["metrics"])} == {"metrics", "end"}
+
+
+@pytest.mark.parametrize("bad", ["x", "1.2.3", "1.2.run.-1", "1.2.run.1.5", f"{2**70}.0.run.0", "١.0.run.x"])
+def test_a_last_event_id_that_is_none_is_refused(live, bad: str) -> None:
+    job = live.submit("reports-1")
+    answer = live.http.get(f"/v1/jobs/{job['id']}/stream", headers={"last-event-id": bad.encode()})
+    assert (answer.status_code, answer.json()["faults"][0]["field"]) == (422, "Last-Event-ID")
+
+
+def test_a_stream_ends_without_its_end_when_the_control_plane_goes(live) -> None:
+    job = live.submit("sleeps")
+    live.when(job["id"], "starting")
+    found: list[Message] = []
+    thread = threading.Thread(target=lambda: found.extend(messages(live, job["id"])))
+    thread.start()
+    live.plane.service.closing.set()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert not [m for m in found if m.event == "end"]
