@@ -1,0 +1,232 @@
+"""Whole control planes as processes: killed, restarted, ended, refused. Real signals, real workers, real HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from twinstep.platform.scheduler.procs import Process
+from twinstep.platform.server import running, serve
+from twinstep.platform.settings import Settings
+from twinstep.spec.errors import UnavailableError
+
+WORKER = Path(__file__).parents[1] / "unit" / "platform" / "stand_in_worker.py"
+PROGRAM = """
+import sys
+from pathlib import Path
+from twinstep.platform.server import serve
+from twinstep.platform.settings import Settings
+directory, port, worker, pages = sys.argv[1:]
+serve(
+    Settings(
+        data_dir=Path(directory), port=int(port), worker_command=(sys.executable, worker), reconcile_seconds=0.05
+    ),
+    on_ready=lambda url: print(url, flush=True),
+    pages=bool(pages),
+)
+"""
+
+
+def until(check: Callable[[], Any], *, seconds: float = 30) -> Any:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        with contextlib.suppress(httpx.TransportError):
+            if value := check():
+                return value
+        time.sleep(0.03)
+    raise AssertionError("it did not come to pass in time")
+
+
+class Machine:
+    """One data directory and one port, and the control planes that come and go on them."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=10, trust_env=False)
+        self.process: subprocess.Popen[str] | None = None
+
+    def up(self, *, pages: bool = False) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(self.data_dir), str(self.port), str(WORKER), "x" if pages else ""],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.strip() == self.url, line + self.process.stdout.read()
+
+    def end(self, number: signal.Signals) -> tuple[int, str]:
+        assert self.process is not None
+        self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=30)
+        code, self.process = self.process.returncode, None
+        return code, output
+
+    def submit(self, name: str, **spec: Any) -> dict[str, Any]:
+        answer = self.http.post("/v1/jobs", json={"name": name, **spec})
+        assert answer.status_code == 201, answer.text
+        return answer.json()
+
+    def when(self, job_id: str, *states: str) -> dict[str, Any]:
+        def check() -> dict[str, Any] | None:
+            job = self.http.get(f"/v1/jobs/{job_id}").json()
+            return job if job["state"] in states else None
+
+        return until(check)
+
+    def supervisor(self, job: dict[str, Any]) -> dict[str, Any]:
+        path = self.data_dir / "runs" / job["run_id"] / "supervisor.json"
+
+        def check() -> dict[str, Any] | None:
+            told = json.loads(path.read_text()) if path.exists() else None
+            return told if told and told["worker"] else None
+
+        return until(check)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.end(signal.SIGKILL)
+        for path in self.data_dir.glob("runs/*/supervisor.json"):
+            if process := Process.from_json(json.loads(path.read_text())):
+                process.send(signal.SIGTERM)
+                until(lambda found=process: not found.alive())
+        self.http.close()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path / "data")
+    yield machine
+    machine.close()
+
+
+def test_a_control_plane_killed_again_and_again_loses_no_point_and_no_event(machine: Machine) -> None:
+    machine.up()
+    job = machine.submit("reports-100")
+    for wait in (0.05, 0.6):
+        time.sleep(wait)
+        machine.end(signal.SIGKILL)
+        time.sleep(0.2)  # the worker reports to nobody meanwhile
+        machine.up()
+    done = machine.when(job["id"], "succeeded", "failed", "cancelled")
+    assert (done["state"], done["reason"]) == ("succeeded", "its worker finished")
+    points = machine.http.get(f"/v1/jobs/{job['id']}/metrics", params={"limit": 10000}).json()["items"]
+    assert [point["step"] for point in points] == list(range(1, 101))
+    events = machine.http.get(f"/v1/jobs/{job['id']}/events").json()["items"]
+    assert [event["name"] for event in events] == ["submitted"] + ["state_changed"] * 4
+    starts = (machine.data_dir / "runs" / job["run_id"] / "starts").read_text().split()
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_control_plane_that_is_told_to_end_leaves_its_runs_running(machine: Machine, number: signal.Signals) -> None:
+    machine.up()
+    job = machine.submit("sleeps")
+    worker = Process.from_json(machine.supervisor(job)["worker"])
+    assert worker is not None
+    with machine.http.stream("GET", f"/v1/jobs/{job['id']}/stream") as stream:  # nor does a follower hold it up
+        next(stream.iter_lines())
+        began = time.monotonic()
+        code, output = machine.end(number)
+    assert (code, output) == (0, "")
+    assert time.monotonic() - began < 4
+    assert not (machine.data_dir / "server.json").exists()
+    assert worker.alive()
+    machine.up()
+    machine.http.post(f"/v1/jobs/{job['id']}/cancel")
+    assert machine.when(job["id"], "cancelled", "failed")["state"] == "cancelled"
+    assert not worker.alive()
+
+
+def test_a_run_that_ends_while_nobody_looks_is_settled_by_the_next_control_plane(machine: Machine) -> None:
+    machine.up()
+    job = machine.submit("reports-10")
+    machine.supervisor(job)
+    machine.end(signal.SIGKILL)
+    until((machine.data_dir / "runs" / job["run_id"] / "exit.json").exists)
+    machine.up()
+    assert machine.when(job["id"], "succeeded", "failed")["state"] == "succeeded"
+    points = machine.http.get(f"/v1/jobs/{job['id']}/metrics").json()["items"]
+    assert [point["step"] for point in points] == list(range(1, 11))
+
+
+def test_a_killed_supervisor_fails_its_run_and_leaves_no_worker(machine: Machine) -> None:
+    machine.up()
+    job = machine.submit("sleeps")
+    told = machine.supervisor(job)
+    os.kill(told["pid"], signal.SIGKILL)
+    failed = machine.when(job["id"], "failed", "succeeded")
+    assert failed["reason"].startswith("its supervisor vanished")
+    worker = Process.from_json(told["worker"])
+    assert worker is not None
+    until(lambda: not worker.alive())
+
+
+def test_the_pages_are_served_beside_the_api_and_unknown_api_paths_stay_problems(machine: Machine) -> None:
+    machine.up(pages=True)
+    page = machine.http.get("/", follow_redirects=True)
+    assert (page.status_code, page.headers["content-type"].partition(";")[0]) == (200, "text/html")
+    assert machine.http.get("/v1/nothing").headers["content-type"] == "application/problem+json"
+    assert machine.http.get("/", headers={"host": "evil.example"}).status_code == 403
+    assert machine.end(signal.SIGTERM) == (0, "")
+
+
+def test_where_it_answers_is_written_down_as_long_as_it_does(machine: Machine) -> None:
+    machine.up()
+    assert machine.process is not None
+    assert running(machine.data_dir) == {"url": machine.url, "pid": machine.process.pid}
+    machine.end(signal.SIGKILL)  # leaves its file behind
+    machine.up()
+    assert running(machine.data_dir) == {"url": machine.url, "pid": machine.process.pid}
+    machine.end(signal.SIGTERM)
+    assert running(machine.data_dir) is None
+
+
+def test_a_second_control_plane_on_one_data_directory_is_refused_with_the_first_ones_address(machine: Machine) -> None:
+    machine.up()
+    with pytest.raises(UnavailableError, match="another control plane uses") as caught:
+        serve(Settings(data_dir=machine.data_dir, port=0), pages=False)
+    assert machine.url in caught.value.problem
+    assert running(machine.data_dir) is not None
+
+
+def test_a_port_in_use_is_refused_by_its_number_before_anything_is_made(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UnavailableError, match=f"port {port} on 127.0.0.1 cannot be used") as caught:
+            serve(Settings(data_dir=tmp_path / "data", port=port), pages=False)
+    assert "--port" in caught.value.remedy
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_data_directory_that_cannot_be_made_is_refused_and_the_port_let_go(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(UnavailableError, match="cannot be used") as caught:
+        serve(Settings(data_dir=tmp_path / "file" / "data", port=port), pages=False)
+    assert "TWINSTEP_DATA_DIR" in caught.value.remedy
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.1", "::", "example.com", ""])  # noqa: S104
+def test_an_address_that_others_can_reach_is_refused(tmp_path: Path, host: str) -> None:
+    with pytest.raises(UnavailableError, match="not a loopback address") as caught:
+        Settings(data_dir=tmp_path, host=host)
+    assert "ssh" in caught.value.remedy
