@@ -58,6 +58,8 @@ class Plane:
             job = self.http.get(f"/v1/jobs/{job_id}").json()
             if job["state"] in states:
                 return dict(job)
+            if job["state"] in ("succeeded", "failed", "cancelled"):
+                break
             time.sleep(0.05)
         raise AssertionError(f"{job_id} is {job['state']}: {job['reason']}")
 

@@ -36,7 +36,7 @@ def main() -> None:
     try:
         print(f"worker of {name} {say}", flush=True)
         reporter.progress("compiling", 0, total, examples_per_s=None, eta_s=None)
-        reporter.event("compiled", f"first program: 2.5 s on eager {say}", step=0, seconds=2.5)
+        reporter.event("compiled", f"first program: 2.5 s on eager {say}", {"step": 0, "seconds": 2.5})
         for step in range(1, total + 1):
             time.sleep(0.1 if name.startswith("slow") else 0.01)
             if name.startswith("bad") and step == 7:
@@ -48,9 +48,11 @@ def main() -> None:
             if step % 20 == 0:
                 auc, ne = 0.75 - 0.2 * math.exp(-step / 20), 0.92 + 0.1 * math.exp(-step / 20)
                 reporter.metric(step, {"eval/auc": auc, "eval/ne": ne})
-                reporter.event(f"evaluated{say[:20]}", f"step {step}: auc {auc:.4f} {say}", step=step, seconds=0.2)
+                reporter.event(
+                    f"evaluated{say[:20]}", f"step {step}: auc {auc:.4f} {say}", {"step": step, "seconds": 0.2}
+                )
             if step == 30:
-                reporter.event("recompiled", f"batch_size 32 → 64 {say}", step=step, seconds=1.25)
+                reporter.event("recompiled", f"batch_size 32 → 64 {say}", {"step": step, "seconds": 1.25})
         reporter.result(
             RunSummary(
                 backend=f"eager{say}",

@@ -17,7 +17,8 @@ from twinstep.spec.errors import ConflictError, DataError, NotFoundError, SpecEr
 
 
 def test_an_event_stream_is_read_as_the_standard_says() -> None:
-    text = ": hello\nretry: 10\n\nevent: state\nid: 1.2\ndata: {\ndata: }\n\ndata:bare\n\nid: 7\n\ndata\n\nevent: lost\ndata: x"
+    text = ": hello\nretry: 10\n\nevent: state\nid: 1.2\ndata: {\ndata: }\n\ndata:bare\n\nid: 7\n\ndata\n\n"
+    text += "event: lost\ndata: x"
     assert list(parse_sse(text.split("\n"))) == [
         Message(event="state", data="{\n}", id="1.2"),
         Message(event="message", data="bare", id="1.2"),

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from twinstep.platform.dashboard import words
 from twinstep.platform.dashboard.parts import compile_seconds, event_class, event_title, phase_words, summary_rows
-from twinstep.platform.dashboard.reader import RunLines
 from twinstep.platform.dashboard.series import MAX_POINTS, Series
 from twinstep.platform.dashboard.views import EventLine, JobRow
 from twinstep.spec.states import RunState
@@ -58,29 +57,6 @@ def test_a_million_points_stay_a_thousand() -> None:
     for step in range(1_000_000):
         series.add(step, 1.0)
     assert len(series.points()) <= MAX_POINTS
-
-
-def test_held_out_scores_are_the_first_tasks_and_strange_names_are_not_drawn() -> None:
-    lines = RunLines()
-    names = [
-        "loss",
-        "eval/auc/like",
-        "eval/auc/share",
-        "eval/ne/like",
-        "eval/",
-        "eval",
-        ":evil",
-        "<b>",
-        "eval/auc/like",
-    ]
-    for step, name in enumerate(names, 1):
-        lines.add(name, step, step / 10)
-    assert {name: series.points() for name, series in lines.series.items()} == {
-        "loss": [[1, 0.1]],
-        "auc": [[2, 0.2], [9, 0.9]],
-        "ne": [[4, 0.4]],
-        "examples_per_s": [],
-    }
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ KEPT_ABOUT = 5000
 POINTS_PER_READ = 5000
 READS_PER_REFRESH = 8  # a run of millions of points fills its charts over a few refreshes, not in one long wait
 EVENTS_PER_REFRESH = 5
+# Metric, as workers name it → line of a chart. Held-out scores are those of the first task.
+DRAWN = {"loss": "loss", "examples_per_s": "examples_per_s", "eval/auc": "auc", "eval/ne": "ne"}
 LOG_TAIL_BYTES = 64 * 1024
 
 
@@ -34,25 +36,7 @@ class RunLines:
         self.lock = threading.Lock()
         self.cursor = 0
         self.version = 0
-        self.series = {name: Series() for name in ("loss", "examples_per_s", "auc", "ne")}
-        self._names = {"loss": "loss", "examples_per_s": "examples_per_s"}
-        """Metric name → line."""
-
-    def add(self, name: str, step: int, value: float | None) -> None:
-        """Take one point, if its metric is one that is drawn."""
-        line = self._names.get(name)
-        if line is None and name.startswith("eval/"):
-            line = self._score(name)
-        if line is not None:
-            self.series[line].add(step, value)
-
-    def _score(self, name: str) -> str | None:
-        """Return the line of a held-out score: that of the first task, `eval/auc` or `eval/auc/TASK`."""
-        line = name.split("/")[1]
-        if line in ("auc", "ne") and line not in self._names.values():
-            self._names[name] = line
-            return line
-        return None
+        self.series = {line: Series() for line in DRAWN.values()}
 
 
 class Reader:
@@ -97,9 +81,11 @@ class Reader:
         kept = self._kept(run_id)
         with kept.lock:  # two browsers on one run: the second finds the work done
             for _ in range(READS_PER_REFRESH):
-                page = self._service.list_metrics(job_id, after=kept.cursor, limit=POINTS_PER_READ, run_id=run_id)
+                page = self._service.list_metrics(
+                    job_id, after=kept.cursor, names=tuple(DRAWN), limit=POINTS_PER_READ, run_id=run_id
+                )
                 for point in page.items:
-                    kept.add(point.name, point.step, point.value)
+                    kept.series[DRAWN[point.name]].add(point.step, point.value)
                 kept.cursor = page.next_after
                 kept.version += bool(page.items)
                 if len(page.items) < POINTS_PER_READ:

@@ -1,0 +1,235 @@
+"""The pages in a real browser: from the list to a finished run's charts, live updates, cancel, hostile text, paging.
+
+TWINSTEP_KEEP_PICTURE=1 writes docs/images/dashboard.png from the finished run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+CHROMIUM = Path(os.environ.get("TWINSTEP_CHROMIUM", "/usr/bin/chromium"))
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "dashboard.png"
+ARGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+SOON = 15_000  # milliseconds a busy machine may take for what takes half a second
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"no Chromium at {CHROMIUM}; TWINSTEP_CHROMIUM names another"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=ARGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page that may ask only this machine, and must not complain."""
+    context = browser.new_context(viewport={"width": 1320, "height": 900})
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.set_default_timeout(SOON)
+    complaints: list[str] = []
+    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
+    hosts: set[str | None] = set()
+    page.on("request", lambda request: hosts.add(urlsplit(request.url).hostname))
+    page.on("websocket", lambda socket: hosts.add(urlsplit(socket.url).hostname))
+    yield page
+    context.close()
+    # A page that is left behind gives up what it was loading: no complaint.
+    assert [said for said in complaints if "status of 404" not in said and not said.startswith("failed: ")] == []
+    assert hosts - {None} <= {"127.0.0.1"}
+
+
+def series(page: Page, chart: int, line: int = 0) -> list[list[float]]:
+    """Return the points that ECharts itself holds."""
+    return page.evaluate(  # type: ignore[no-any-return]
+        """([chart, line]) => {
+            const element = document.querySelectorAll('.tw-chart')[chart];
+            return getElement(Number(element.id.slice(1))).chart.getOption().series[line].data;
+        }""",
+        [chart, line],
+    )
+
+
+def painted(page: Page, chart: int) -> int:
+    """Return how many pixels of a chart's canvas are not empty."""
+    return page.evaluate(  # type: ignore[no-any-return]
+        """(chart) => {
+            const canvas = document.querySelectorAll('.tw-chart')[chart].querySelector('canvas');
+            const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+            return data.filter((value, index) => index % 4 === 3 && value > 0).length;
+        }""",
+        chart,
+    )
+
+
+def test_the_empty_list_says_how_to_submit_and_a_new_job_appears_by_itself(plane: Any, page: Page) -> None:
+    page.goto(plane.url)
+    expect(page.get_by_text("No jobs yet")).to_be_visible()
+    expect(page.locator(".tw-code")).to_have_text(f"twinstep submit --url {plane.url} --follow SPEC.yaml")
+    plane.submit("good-first")
+    expect(page.get_by_role("link", name="good-first")).to_be_visible()
+    expect(page.get_by_text("No jobs yet")).to_be_hidden()
+    expect(page.locator(".tw-chip").first).to_have_text("succeeded", timeout=SOON)
+
+
+def test_from_the_list_to_a_finished_run_and_its_charts(plane: Any, page: Page) -> None:
+    job = plane.submit("good-demo")
+    plane.when(job["id"], "succeeded")
+    page.goto(plane.url)
+    row = page.locator(f"[data-job={job['id']}]")
+    expect(row).to_contain_text("60 / 60")
+    expect(row).to_contain_text("0.7401")
+    expect(row).to_contain_text("ml-100k · inductor")
+    row.click(position={"x": 700, "y": 20})  # the whole row is the link
+    expect(page).to_have_url(f"{plane.url}/jobs/{job['id']}")
+    expect(page).to_have_title("good-demo · Twinstep")
+    expect(page.locator(".tw-chart canvas")).to_have_count(3)
+    page.wait_for_timeout(500)
+    box = page.locator(".tw-chart").first.bounding_box()
+    assert box is not None
+    assert box["width"] > 250
+    assert box["height"] > 150
+    assert [point[0] for point in series(page, 0)] == list(range(1, 61))
+    assert [point[0] for point in series(page, 1)] == [20, 40, 60]
+    assert [point[0] for point in series(page, 1, 1)] == [20, 40, 60]
+    assert len(series(page, 2)) == 60
+    assert min(painted(page, chart) for chart in range(3)) > 1000
+    for shown in ("AUC of item mean", "0.7012", "AUC of popularity", "0.6011", "0.9250", "recompiled · 1.2 s"):
+        expect(page.get_by_text(shown, exact=True).first).to_be_visible()
+    expect(page.locator(".tw-log")).to_contain_text("step 60 loss")
+    expect(page.get_by_role("button", name="Cancel", exact=True)).to_be_disabled()
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_text("Spec copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()").startswith("name: good-demo\nmodel:\n")
+    if os.environ.get("TWINSTEP_KEEP_PICTURE"):
+        page.reload()  # without the note of the copy, and scrolled to the top
+        expect(page.locator(".tw-log")).to_contain_text("step 60 loss")
+        page.wait_for_timeout(1000)
+        PICTURE.parent.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=PICTURE, full_page=True)
+
+
+def test_a_running_job_moves_by_itself_and_is_cancelled_from_its_page(plane: Any, page: Page) -> None:
+    job = plane.submit("slow-live")
+    page.goto(f"{plane.url}/jobs/{job['id']}")
+    expect(page.locator(".tw-chip")).to_have_text("running")
+    page.wait_for_function("document.querySelector('.tw-chart canvas') !== null")
+    page.wait_for_timeout(1500)
+    before = len(series(page, 0))
+    expect(page.get_by_text("Training", exact=True).first).to_be_visible()
+    page.wait_for_timeout(2500)
+    assert len(series(page, 0)) > before > 0
+    page.get_by_role("button", name="Cancel", exact=True).click()
+    page.get_by_role("button", name="Keep running").click()
+    expect(page.get_by_role("button", name="Keep running")).to_be_hidden()
+    assert plane.http.get(f"/v1/jobs/{job['id']}").json()["cancel_requested_at"] is None
+    page.get_by_role("button", name="Cancel", exact=True).click()
+    page.get_by_role("button", name="Cancel the job").click()
+    expect(page.locator(".tw-chip")).to_have_text("cancelled")
+    expect(page.get_by_text("running → cancelled")).to_be_visible()
+    expect(page.get_by_role("button", name="Cancel", exact=True)).to_be_disabled()
+    assert plane.http.get(f"/v1/jobs/{job['id']}").json()["state"] == "cancelled"
+
+
+def test_a_failed_job_says_why_on_top(plane: Any, page: Page) -> None:
+    job = plane.submit("bad-page")
+    plane.when(job["id"], "failed")
+    page.goto(f"{plane.url}/jobs/{job['id']}")
+    expect(page.locator(".tw-reason")).to_contain_text("the loss of step 7 is nan")
+
+
+def test_whatever_a_spec_or_a_worker_says_stays_text(plane: Any, page: Page) -> None:
+    markup = "<img src=x onerror=window.hacked=1>`${window.hacked=2}`</script><script>window.hacked=3</script>"
+    job = plane.submit("evil-run", compile={"cache_dir": markup})
+    plane.when(job["id"], "succeeded")
+    page.goto(plane.url)
+    expect(page.get_by_role("link", name="evil-run")).to_be_visible()
+    page.get_by_role("link", name="evil-run").click()
+    expect(page.locator(".tw-log")).to_contain_text("step 60 loss")
+    page.wait_for_timeout(500)
+    for part in (".tw-log", ".tw-events", ".tw-kv", ".tw-yaml"):
+        expect(page.locator(part)).to_contain_text("<img src=x onerror=")
+    assert "\x1b" not in page.locator(".tw-log").inner_text()
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img").count() == 0
+    page.mouse.move(200, 400)  # over a chart: its tooltip is HTML
+    page.wait_for_timeout(300)
+    assert page.evaluate("window.hacked") is None
+
+
+@pytest.mark.parametrize("path", ["/jobs/job-none", "/jobs/<script>window.hacked=1</script>", "/elsewhere"])
+def test_an_address_that_leads_nowhere_is_a_page_with_a_way_home(plane: Any, page: Page, path: str) -> None:
+    answer = page.goto(plane.url + path)
+    assert answer is not None
+    assert answer.status == 404
+    expect(page.get_by_text("Not found")).to_be_visible()
+    assert page.evaluate("window.hacked") is None
+    page.get_by_role("link", name="All jobs").click()
+    expect(page).to_have_url(f"{plane.url}/")
+
+
+def test_a_page_on_which_nothing_changes_is_sent_nothing(plane: Any, page: Page) -> None:
+    job = plane.submit("good-still")
+    plane.when(job["id"], "succeeded")
+    frames: list[str] = []
+    page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(str(frame))))
+    page.goto(f"{plane.url}/jobs/{job['id']}")
+    expect(page.locator(".tw-log")).to_contain_text("step 60 loss")
+    page.wait_for_timeout(1500)
+    assert any('"update"' in frame for frame in frames), "the log came over the socket"
+    frames.clear()
+    page.wait_for_timeout(5500)
+    assert [frame for frame in frames if not frame.isdigit()] == []  # a digit: the socket's own ping
+
+
+def test_a_narrow_screen_shows_all_without_scrolling_sideways(plane: Any, page: Page) -> None:
+    job = plane.submit("good-narrow")
+    plane.when(job["id"], "succeeded")
+    page.set_viewport_size({"width": 390, "height": 800})
+    for path in ("/", f"/jobs/{job['id']}"):
+        page.goto(plane.url + path)
+        expect(page.get_by_text("good-narrow").first).to_be_visible()
+        page.wait_for_timeout(300)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_many_jobs_are_paged_newest_first(plane: Any, page: Page) -> None:
+    running = [plane.submit(f"slow-{index}") for index in range(4)]
+    for job in running:  # every slot is taken, so the next ones wait and start no process
+        plane.when(job["id"], "running")
+    for index in range(26):
+        plane.submit(f"queued-{index}")
+    page.goto(plane.url)
+    rows = page.locator(".tw-grid-row[data-job]")
+    expect(rows).to_have_count(25)
+    expect(rows.first).to_contain_text("queued-25")
+    page.get_by_role("button", name="Older").click()
+    expect(rows.first).to_contain_text("queued-0")
+    expect(page.get_by_text("Page 2")).to_be_visible()
+    page.get_by_role("button", name="Newer").click()
+    expect(rows.first).to_contain_text("queued-25")
+    expect(page.get_by_role("button", name="Newer")).to_be_disabled()
