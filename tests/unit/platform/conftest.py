@@ -83,9 +83,9 @@ def control_plane(settings: Settings) -> Iterator[Live]:
         eventually(lambda: server.started)
         with httpx.Client(base_url=plane.settings.url, timeout=20, trust_env=False) as http:
             yield Live(plane, http)
-            for order in plane.store.orders():
-                plane.service.cancel_job(order.run.job_id)
-            eventually(lambda: not plane.store.orders())
+            for run in plane.store.live_runs():
+                plane.service.cancel_job(run.job_id)
+            eventually(lambda: not plane.store.live_runs())
         plane.service.closing.set()
         server.should_exit = True
         thread.join(timeout=20)

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from twinstep.platform.api.stream import LOG_BYTES, Cursor, Follower
+from twinstep.platform.scheduler.service import Service
+from twinstep.spec.job import JobSpec
+
 
 @dataclass
 class Message:
@@ -97,6 +101,31 @@ def test_many_follow_one_job_and_all_see_all_of_it(live) -> None:
         thread.join(timeout=30)
     assert len(seen) == 20
     assert all(one["steps"] == list(range(1, 21)) and one["end"] == ["succeeded"] for one in seen)
+
+
+def test_a_burst_of_log_is_sent_page_by_page_before_the_follower_rests(store, settings) -> None:
+    job = store.create_job(JobSpec(name="a-job"))
+    service = Service(store, settings)
+    directory = service.run_dir(job.run_id)
+    directory.prepare(JobSpec(name="a-job"))
+    follower = Follower(service, job, Cursor(), frozenset({"log"}))
+
+    def sent() -> str:
+        text = ""
+        while not follower.idle():
+            pages = follower.look()
+            assert all(len(page.data.text) <= LOG_BYTES for page in pages)
+            text += "".join(page.data.text for page in pages)
+        return text
+
+    assert sent() == ""
+    burst = "".join(f"line {index} é\n" for index in range(20_000))
+    directory.log_path.write_text(burst)
+    assert sent() == burst
+    directory.log_path.write_bytes(burst.encode() + b"half \xc3")
+    assert sent() == "half "
+    directory.log_path.write_bytes(burst.encode() + b"half \xc3\xa9")
+    assert sent() == "é"
 
 
 def test_only_the_kinds_asked_for_are_sent(live) -> None:

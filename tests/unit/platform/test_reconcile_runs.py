@@ -55,9 +55,9 @@ def planes(settings: Settings, wait) -> Iterator[Callable[..., Plane]]:
 
     yield make
     last = make()
-    for order in last.store.orders():
-        last.store.request_cancel(order.run.id, actor="user")
-        last.passes_until(order.run.id, *FINAL, wait=wait)
+    for run in last.store.live_runs():
+        last.store.request_cancel(run.id, actor="user")
+        last.passes_until(run.id, *FINAL, wait=wait)
     for plane in made:
         plane.close()
 

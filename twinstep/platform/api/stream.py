@@ -27,7 +27,7 @@ router = APIRouter(prefix="/v1", tags=["jobs"])
 
 Kind = Literal["state", "event", "metrics", "log"]
 KINDS: tuple[Kind, ...] = ("state", "event", "metrics", "log")
-EVENTS, POINTS, LOG_BYTES = 100, 500, 32768  # what one message or one look holds at most
+EVENTS, POINTS, LOG_BYTES = 100, 1000, 32768  # what one message or one look holds at most
 LOOK_ANYWAY_S = 5.0  # writes of another process make no change count here
 
 
@@ -70,9 +70,9 @@ def begin(
     last_event_id: Annotated[str | None, Header(description="Id of the last message seen.")] = None,
 ) -> Follower:
     """Return a follower at its place; what is wrong is told before the stream opens."""
-    service.get_job(job_id)
+    job = service.get_job(job_id)
     cursor = Cursor.parse(last_event_id) if last_event_id else Cursor()
-    return Follower(service, job_id, cursor, frozenset(kinds or KINDS))
+    return Follower(service, job, cursor, frozenset(kinds or KINDS))
 
 
 @router.get(
@@ -86,41 +86,49 @@ async def stream(service: Asked, follower: Annotated[Follower, Depends(begin)]) 
     """
     yield ServerSentEvent(comment="following", retry=1000)
     while not service.closing.is_set():
-        messages = await run_in_threadpool(follower.look)
-        for message in messages:
+        if follower.idle():
+            await asyncio.sleep(service.settings.stream_seconds)
+            continue
+        for message in await run_in_threadpool(follower.look):
             yield message
         if follower.ended:
             return
-        if not messages:
-            await asyncio.sleep(service.settings.stream_seconds)
 
 
 class Follower:
     """One reader's place in a job."""
 
-    def __init__(self, service: Service, job_id: str, cursor: Cursor, kinds: frozenset[Kind]) -> None:
+    def __init__(self, service: Service, job: JobDetail, cursor: Cursor, kinds: frozenset[Kind]) -> None:
         self._service = service
-        self._job_id = job_id
+        self._job_id = job.id
         self._cursor = cursor
         self._kinds = kinds
         self._shown: JobDetail | None = None
         self._count: int | None = None
         self._looked_at = 0.0
+        self._directory = service.run_dir(job.run_id)  # never the cursor's, which came over HTTP
+        self._log_seen = 0
         self.ended = False
+
+    def idle(self) -> bool:
+        """Say whether there is nothing new, so far as a counter and the log's size can tell; blocks nobody."""
+        return (
+            self._count == self._service.change_count(self._job_id)
+            and time.monotonic() - self._looked_at < LOOK_ANYWAY_S
+            and ("log" not in self._kinds or self._directory.log_size() <= self._log_seen)
+        )
 
     def look(self) -> list[ServerSentEvent]:
         """Return what is new, one page at most; empty where nothing is."""
-        count, now = self._service.change_count(self._job_id), time.monotonic()
-        changed = count != self._count or now - self._looked_at > LOOK_ANYWAY_S
-        if not changed:
-            return [] if self._shown is None else list(self._log(self._shown))
+        count, self._looked_at = self._service.change_count(self._job_id), time.monotonic()
         job = self._service.get_job(self._job_id)
         if job.run_id != self._cursor.run_id:
             self._cursor = replace(self._cursor, run_id=job.run_id, metric=0, offset=0)
+        self._directory = self._service.run_dir(job.run_id)
         messages = [*self._state(job), *self._events(), *self._metrics(job), *self._log(job)]
         if not messages:
             # Only now: while pages were full there was more to come, whatever the count says.
-            self._count, self._looked_at = count, now
+            self._count = count
             if job.is_final:
                 self.ended = True
                 return [self._message("end", {"state": job.state, "reason": job.reason})]
@@ -150,9 +158,9 @@ class Follower:
 
     def _log(self, job: JobDetail) -> Iterator[ServerSentEvent]:
         if "log" in self._kinds:
-            directory = self._service.run_dir(job.run_id)
-            if directory.log_size() > self._cursor.offset:
-                part = directory.read_log(offset=self._cursor.offset, limit=LOG_BYTES, final=job.is_final)
-                if part.next_offset > part.offset:
-                    self._cursor = replace(self._cursor, offset=part.next_offset)
-                    yield self._message("log", part)
+            part = self._directory.read_log(offset=self._cursor.offset, limit=LOG_BYTES, final=job.is_final)
+            # Half a character at its end counts as seen: there is nothing new until more comes.
+            self._log_seen = part.next_offset if part.next_offset > part.offset else part.size
+            if part.next_offset > part.offset:
+                self._cursor = replace(self._cursor, offset=part.next_offset)
+                yield self._message("log", part)

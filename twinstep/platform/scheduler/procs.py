@@ -50,7 +50,7 @@ class Process:
         """Send a signal to this very process; False where it is gone. A pidfd keeps the pid from changing hands."""
         try:
             fd = os.pidfd_open(self.pid)
-        except (ProcessLookupError, OSError):
+        except OSError:
             return False
         try:
             if not self.alive():

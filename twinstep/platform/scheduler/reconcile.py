@@ -12,8 +12,10 @@ import time
 
 from twinstep.platform.scheduler.decide import Action, Do, Seen, Sight, Wanted, decide
 from twinstep.platform.scheduler.local import LocalBackend
-from twinstep.platform.store.store import Order, Store
+from twinstep.platform.store.records import Run
+from twinstep.platform.store.store import Store
 from twinstep.spec.errors import TwinstepError
+from twinstep.spec.job import JobSpec, RuntimeSpec
 from twinstep.spec.states import RunState
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 _HOLDS_A_SLOT = frozenset({RunState.STARTING, RunState.RUNNING, RunState.RESTARTING})
 SILENCE_S = 5.0  # a worker that was not heard of for so long may not reach us: what it spooled is read instead
 ACTOR = "scheduler"
+_UNSEEN = Sight(seen=Seen.ABSENT)  # of a run that waits nothing is to be seen, however long the queue
 
 
 class Reconciler:
@@ -67,69 +70,61 @@ class Reconciler:
 
     def run_once(self) -> None:
         """Look at every run that is not final, and do the one thing each needs."""
-        orders = self._store.orders()
-        held = sum(order.run.state in _HOLDS_A_SLOT for order in orders)
-        ahead = held
-        for order in orders:
-            waiting = order.run.state not in _HOLDS_A_SLOT
+        runs = self._store.live_runs()
+        held = sum(run.state in _HOLDS_A_SLOT for run in runs)
+        ahead, told = held, []
+        for run in runs:
             try:
-                action = self._one(order, slot_free=waiting and held < self._slots, ahead=ahead)
-            except Exception as error:
-                problem = str(error) if isinstance(error, TwinstepError) else f"{type(error).__name__}: {error}"
-                if not isinstance(error, TwinstepError):
-                    log.exception("run %s could not be looked after", order.run.id)
-                self._tell(order, f"is tried again: {problem}")
-                action = None
-            if waiting:
+                if run.state in _HOLDS_A_SLOT:
+                    self._look_after(run)
+                    continue
+                action = decide(_wanted(run, slot_free=held < self._slots, ahead=ahead), _UNSEEN)
                 ahead += 1
-                held += action is not None and action.do is Do.START
+                if action.do is Do.EXPLAIN:
+                    told.append((run, action.reason))
+                    continue
+                held += action.do is Do.START
+                self._apply(run, action, _UNSEEN)
+            except Exception as error:
+                told.append((run, self._trouble(run, error)))
+        self._store.set_reasons([(run, reason) for run, reason in told if run.reason != reason])
         self._passed_at = time.monotonic()
 
-    def _one(self, order: Order, *, slot_free: bool, ahead: int) -> Action:
-        run, runtime = order.run, order.spec.runtime
+    def _look_after(self, run: Run) -> None:
+        spec = JobSpec.model_validate(self._store.job(run.job_id).spec)
         sight = self._backend.observe(run.id)
-        action = decide(
-            Wanted(
-                state=run.state,
-                cancel_requested_at=run.cancel_requested_at,
-                slot_free=slot_free,
-                ahead=ahead,
-                max_seconds=runtime.max_seconds,
-                stop_grace_seconds=runtime.stop_grace_seconds,
-            ),
-            sight,
-        )
-        self._apply(order, action, sight)
-        return action
+        self._apply(run, decide(_wanted(run, spec=spec), sight), sight, spec=spec)
 
-    def _apply(self, order: Order, action: Action, sight: Sight) -> None:
-        run = order.run
+    def _trouble(self, run: Run, error: Exception) -> str:
+        if isinstance(error, TwinstepError):
+            return f"is tried again: {error}"[:2000]
+        log.exception("run %s could not be looked after", run.id)
+        return f"is tried again: {type(error).__name__}: {error}"[:2000]
+
+    def _apply(self, run: Run, action: Action, sight: Sight, *, spec: JobSpec | None = None) -> None:
+        spec = spec or JobSpec.model_validate(self._store.job(run.job_id).spec)
         match action.do:
             case Do.KEEP:
                 if sight.seen is Seen.ALIVE:
-                    self._catch_up(order)
+                    self._catch_up(run)
             case Do.ENQUEUE:
-                if self._move(order, RunState.QUEUED, action.reason):
+                if self._move(run, RunState.QUEUED, action.reason):
                     self.nudge()  # a free slot takes it at the next pass, which need not wait
-            case Do.EXPLAIN:
-                if run.reason != action.reason:
-                    self._tell(order, action.reason)
             case Do.START:
-                token_hash = self._backend.prepare(run.id, order.spec)
-                if self._move(order, RunState.STARTING, "its worker is being started", token_hash=token_hash):
-                    self._backend.launch(run.id, order.spec)
+                token_hash = self._backend.prepare(run.id, spec)
+                if self._move(run, RunState.STARTING, "its worker is being started", token_hash=token_hash):
+                    self._backend.launch(run.id, spec)
             case Do.LAUNCH:
-                self._backend.launch(run.id, order.spec)
+                self._backend.launch(run.id, spec)
             case Do.STOP:
                 self._backend.stop(run.id)
             case Do.FORBID:
-                self._backend.forbid(run.id, order.spec)
+                self._backend.forbid(run.id, spec)
                 self.nudge()
             case Do.FINISH if action.to is not None:
-                self._finish(order, action.to, action.reason, sight)
+                self._finish(run, action.to, action.reason, sight)
 
-    def _finish(self, order: Order, to: RunState, reason: str, sight: Sight) -> None:
-        run = order.run
+    def _finish(self, run: Run, to: RunState, reason: str, sight: Sight) -> None:
         if sight.seen is Seen.VANISHED:
             self._backend.sweep(run.id)
         started = run.state in _HOLDS_A_SLOT
@@ -144,9 +139,8 @@ class Reconciler:
             self._spool_sizes.pop(run.id, None)
             self.nudge()
 
-    def _catch_up(self, order: Order) -> None:
+    def _catch_up(self, run: Run) -> None:
         """Read the spool of a worker that runs and is silent: it may look for us at an address we no longer have."""
-        run = order.run
         size = self._backend.spool_size(run.id)
         heard = run.heartbeat_at or run.started_at or run.created_at
         if time.time() - heard > SILENCE_S and self._spool_sizes.get(run.id) != size:
@@ -157,8 +151,7 @@ class Reconciler:
         for records in self._backend.spool(run_id, after=after):
             self._store.ingest(run_id, records, skip_gaps=skip_gaps)
 
-    def _move(self, order: Order, to: RunState, reason: str, *, token_hash: str | None = None) -> bool:
-        run = order.run
+    def _move(self, run: Run, to: RunState, reason: str, *, token_hash: str | None = None) -> bool:
         return self._store.move(
             run.id,
             to=to,
@@ -169,8 +162,14 @@ class Reconciler:
             handle=None if token_hash is None else {"backend": "local"},
         )
 
-    def _tell(self, order: Order, reason: str) -> None:
-        try:
-            self._store.set_reason(order.run.id, reason=reason[:2000], if_version=order.run.version)
-        except TwinstepError as error:
-            log.warning("run %s: %s", order.run.id, error)
+
+def _wanted(run: Run, *, spec: JobSpec | None = None, slot_free: bool = False, ahead: int = 0) -> Wanted:
+    runtime = spec.runtime if spec else RuntimeSpec()
+    return Wanted(
+        state=run.state,
+        cancel_requested_at=run.cancel_requested_at,
+        slot_free=slot_free,
+        ahead=ahead,
+        max_seconds=runtime.max_seconds,
+        stop_grace_seconds=runtime.stop_grace_seconds,
+    )

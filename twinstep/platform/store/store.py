@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row, Select, func, insert, select, update
+from sqlalchemy import Row, Select, bindparam, func, insert, select, update
 
 from twinstep.platform.store.database import Database
 from twinstep.platform.store.ids import new_id
@@ -56,14 +55,6 @@ class Changes:
     def count(self, job_id: str) -> int:
         """Return a number that differs from the one before whenever something changed."""
         return self._counts.get(job_id, 0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """A run that is not final, with what its backend needs to know."""
-
-    run: Run
-    spec: JobSpec
 
 
 class Store:
@@ -153,17 +144,11 @@ class Store:
         with self._database.read() as connection:
             return [Run.model_validate(row._asdict()) for row in connection.execute(query)]
 
-    def orders(self) -> list[Order]:
+    def live_runs(self) -> list[Run]:
         """Return every run that is not final, in the order they were submitted."""
-        query = (
-            select(*_RUN_FIELDS, JobRow.spec)
-            .join(JobRow, JobRow.id == RunRow.job_id)
-            .where(RunRow.state.in_(sorted(LIVE)))
-            .order_by(RunRow.id)
-        )
+        query = select(*_RUN_FIELDS).where(RunRow.state.in_(sorted(LIVE))).order_by(RunRow.id)
         with self._database.read() as connection:
-            rows = [row._asdict() for row in connection.execute(query)]
-        return [Order(spec=JobSpec.model_validate(row.pop("spec")), run=Run.model_validate(row)) for row in rows]
+            return [Run.model_validate(row._asdict()) for row in connection.execute(query)]
 
     def token_hash(self, run_id: str) -> str | None:
         """Return the hash of a run's token; null before its first start, and where there is no such run."""
@@ -223,18 +208,24 @@ class Store:
         self.changes.bump(row.job_id)
         return True
 
-    def set_reason(self, run_id: str, *, reason: str, if_version: int) -> None:
-        """Say anew why a run is where it is; no change of state, so no event and no new version."""
+    def set_reasons(self, reasons: Sequence[tuple[Run, str]]) -> None:
+        """Say anew why runs are where they are; no change of state, so no event and no new version.
+
+        One transaction for all of a long queue; a run that has moved on since it was read keeps its reason.
+        """
+        if not reasons:
+            return
         query = (
             update(RunRow)
-            .where(RunRow.id == run_id, RunRow.version == if_version, RunRow.reason != reason)
-            .values(reason=reason)
-            .returning(RunRow.job_id)
+            .where(RunRow.id == bindparam("of_run"), RunRow.version == bindparam("at_version"))
+            .values(reason=bindparam("says"))
         )
+        rows = [{"of_run": run.id, "at_version": run.version, "says": reason} for run, reason in reasons]
         with self._database.write() as connection:
-            job_id = connection.execute(query).scalar_one_or_none()
-        if job_id is not None:
-            self.changes.bump(job_id)
+            # On the connection and not the table's own query: SQLAlchemy would want primary keys for a bulk update.
+            connection.execute(query, rows)
+        for run, _ in reasons:
+            self.changes.bump(run.job_id)
 
     def request_cancel(self, run_id: str, *, actor: str) -> bool:
         """Note, once, that a run is to stop; False where it is final or was asked before."""
