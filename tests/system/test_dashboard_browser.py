@@ -129,6 +129,8 @@ def test_from_the_list_to_a_finished_run_and_its_charts(plane: Any, page: Page) 
         page.reload()  # without the note of the copy, and scrolled to the top
         expect(page.locator(".tw-log")).to_contain_text("step 60 loss")
         page.wait_for_timeout(1000)
+        page.evaluate("window.scrollTo(0, 0)")
+        page.wait_for_timeout(300)
         PICTURE.parent.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=PICTURE, full_page=True)
 

@@ -96,7 +96,8 @@ class PlainView(_View):
         self._said, self._said_at = phase, now
         parts = [f"{_PHASES.get(phase, one_line(phase))}: step {progress['step']}/{progress['total_steps']}"]
         if phase == "training":
-            parts += [f"loss {number(self.loss)}", f"{number(progress.get('examples_per_s'), 1)} examples/s"]
+            parts += [f"loss {number(self.loss)}"] if self.loss is not None else []
+            parts += [f"{number(progress.get('examples_per_s'), 1)} examples/s"]
             parts.append(f"{duration(progress.get('eta_s'))} left")
         self.say(", ".join(parts))
 

@@ -39,6 +39,14 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# YAML 1.1 reads 1e-8 as text and wants 1.0e-8; JSON, YAML 1.2 and people write the former.
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9]+\.?|[0-9]*\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
 def parse_spec(text: str | bytes, *, source: str = "spec") -> JobSpec:
     """Return the JobSpec that YAML or JSON `text` holds.
 

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from twinstep.cli.app import app, run, wants_json
+from twinstep.cli.specfile import read_spec
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import spec_json_schema
 
@@ -74,6 +75,13 @@ def test_validate_in_json_gives_the_spec_or_the_faults(tmp_path: Path, capsys: p
     assert error["code"] == "invalid_spec"
     assert error["faults"][0]["field"] == "name"
     assert set(error["faults"][0]) == {"field", "problem", "given", "allowed", "remedy"}
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1E-03", "+1.e-3", ".1e-2", "0.001"])
+def test_numbers_with_an_exponent_are_numbers_as_in_json(number: str, tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path / "spec.yaml", f"name: a\noptimizers: {{dense: {{lr: {number}}}}}"))
+    assert spec.optimizers.dense.lr == 0.001
+    assert read_spec(write(tmp_path / "spec.json", spec.model_dump_json())) == spec
 
 
 def test_a_spec_comes_from_standard_input_too() -> None:
