@@ -100,7 +100,7 @@ def test_a_job_is_found_by_id_by_the_start_of_its_id_and_by_name_the_newest(plan
     assert json.loads(twinstep("get", older["id"], "--json").stdout)["job"]["id"] == older["id"]
     missing = twinstep("get", "nobody")
     assert missing.returncode == 2
-    assert missing.stderr == "error: no job has the id or the name 'nobody'\nfix: twinstep ls lists them\n"
+    assert missing.stderr == "error: no job has the id or the name 'nobody'; fix: twinstep ls lists them\n"
     several = json.loads(twinstep("get", "job-", "--json").stdout)["error"]
     assert several["code"] == "not_found"
     assert "begins the ids of" in several["problem"]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from twinstep.spec.errors import AuthError, CompileError, TrainError, TwinstepError, UnavailableError
+from twinstep.spec.errors import CompileError, TrainError, TwinstepError, UnavailableError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,13 +84,11 @@ def report_error(error: TwinstepError, *, as_json: bool) -> None:
     if as_json:
         print_json(error_json(error))
         return
-    lines = [f"error: {one_line(error.problem)}"]
+    # Each fault's line ends with what mends it. Problem and remedy share a line, as a fault's do: the control plane
+    # gives the last line of a worker's log as the reason of its failure.
+    remedy = f"; fix: {one_line(error.remedy)}" if error.remedy and not error.faults else ""
+    lines = [f"error: {one_line(error.problem)}{remedy}"]
     lines += [f"  {one_line(fault.line())}" for fault in error.faults]
-    # Each fault's line already ends with what mends it.
-    if error.remedy and not error.faults:
-        lines.append(f"fix: {one_line(error.remedy)}")
-    if isinstance(error, AuthError):
-        lines.append("note: on loopback the control plane asks for no token; check --url")
     print("\n".join(lines), file=sys.stderr)
 
 

@@ -124,7 +124,7 @@ def test_a_path_that_cannot_be_read_says_what_it_is(tmp_path: Path, capsys: pyte
     locked.chmod(0)
     os.mkfifo(tmp_path / "pipe")
     cases = {
-        str(tmp_path / "trian.yaml"): f"no such file\nfix: did you mean {tmp_path / 'train.yaml'}?",
+        str(tmp_path / "trian.yaml"): f"no such file; fix: did you mean {tmp_path / 'train.yaml'}?",
         str(tmp_path): "is a directory",
         str(tmp_path / "train.yaml" / "x"): "cannot be read",
         "a\0b": "cannot be read",
@@ -209,3 +209,18 @@ def test_a_bug_of_ours_is_named_without_a_traceback(
     monkeypatch.setenv("TWINSTEP_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         run(["validate", "x"])
+
+
+def test_every_command_and_error_code_is_in_the_manual() -> None:
+    from twinstep.cli import app as app_module
+    from twinstep.cli.output import RemoteError, UnreachableError
+    from twinstep.spec.errors import TwinstepError
+
+    manual = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    for command in app.registered_commands:
+        assert f"\n## {command.name}\n" in manual
+    codes = {app_module.UsageFault.code, app_module.InternalFault.code, RemoteError.code, UnreachableError.code}
+    for kind in TwinstepError.__subclasses__():
+        if kind.__module__ == "twinstep.spec.errors":
+            codes |= {kind.code} - {"invalid_move"}  # a move between states is no business of the command
+    assert {code for code in codes if f"`{code}`" not in manual} == set()

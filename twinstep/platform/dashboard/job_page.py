@@ -153,8 +153,9 @@ class JobPage:
         summary = detail.summary or {}
         nes = lines.points.get("ne")
         for event in events:
-            self.compile_s[event.run_id] = self.compile_s.get(event.run_id, 0.0) + compile_seconds(event)
-        compile_s = summary.get("compile_s") or self.compile_s.get(self.run_id) or None
+            if seconds := compile_seconds(event):
+                self.compile_s[event.run_id] = self.compile_s.get(event.run_id, 0.0) + seconds
+        compile_s = summary.get("compile_s", self.compile_s.get(self.run_id))
         self.facts.update(row, compile_s=compile_s, ne=summary.get("ne", nes[-1][1] if nes else None), now=now)
         self.charts.update(detail.run_id, lines)
         self.events.add(events)
