@@ -23,6 +23,7 @@ def _number(value: Any) -> Any:
 
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Count = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
+TableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
 Width = Annotated[StrictInt, Field(ge=1, le=16384)]
 
 
@@ -81,7 +82,7 @@ class DataSpec(Spec):
     """UIH tokens per sample on average: a batch holds exactly batch_size × uih_budget; null means uih_len."""
     num_candidates: Annotated[StrictInt, Field(ge=1, le=1024)] = 8
     """K: candidate slots per sample."""
-    rows: dict[str, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
+    rows: dict[TableName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
     """Rows of a table by name, where more are wanted than the dataset needs."""
     synthetic_events: Annotated[StrictInt, Field(ge=100, le=10_000_000)] = 20_000
     """Events of the synthetic dataset; other datasets ignore it."""
@@ -126,7 +127,7 @@ class DenseOptimizerSpec(OptimizerSpec):
 
     kind: Literal["sgd", "adam", "adamw", "adagrad"] = "adam"
     """The `torch.optim` optimizer."""
-    lr: Annotated[Number, Field(gt=0)] = 1e-3
+    lr: Annotated[Number, Field(gt=0)] = 5e-4
     """Learning rate."""
 
 
@@ -135,7 +136,7 @@ class SparseOptimizerSpec(OptimizerSpec):
 
     kind: Literal["sgd", "adam", "adamw", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
     """A `torch.optim` optimizer, or rowwise_adagrad, which keeps one sum of squares per row."""
-    lr: Annotated[Number, Field(gt=0)] = 0.02
+    lr: Annotated[Number, Field(gt=0)] = 0.01
     """Learning rate."""
 
 

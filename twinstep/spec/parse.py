@@ -24,14 +24,16 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML's safe loader, less aliases (a few lines could unfold to gigabytes) and less doubled keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):  # type: ignore[no-untyped-call]
+        if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.YAMLError(f"line {event.start_mark.line + 1}: aliases (*name) are not allowed")
-        return super().compose_node(parent, index)  # type: ignore[no-untyped-call, no-any-return]
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: a key must be a single word")
             key = key_node.value
             if key in seen:
                 raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: key {key!r} stands twice")
@@ -44,6 +46,12 @@ _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:[0-9]+\.?|[0-9]*\.[0-9]+)[eE][-+]?[0-9]+$"),
     list("-+.0123456789"),
+)
+
+
+# YAML 1.1 takes 1e-3 for text, since it has no dot; everybody who writes a learning rate means the number.
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
 
@@ -140,22 +148,8 @@ def _fault(item: dict[str, Any], data: Mapping[str, Any]) -> Fault:
             allowed="cpu, tpu, gpu",
             remedy="kind: cpu",
         )
-    for name, sign, step in (
-        ("ge", "at least", 0),
-        ("gt", "more than", 1),
-        ("le", "at most", 0),
-        ("lt", "less than", -1),
-    ):
-        if name in context:
-            bound = context[name]
-            near = _inside(bound, step, item.get("input"))
-            return Fault(
-                field=field,
-                problem="is out of range",
-                given=given,
-                allowed=f"{sign} {bound}",
-                remedy=f"{path[-1]}: {near}",
-            )
+    if (bounds := _out_of_range(item, path, given)) is not None:
+        return bounds
     if field == "name":
         return Fault(
             field=field,
@@ -172,6 +166,23 @@ def _fault(item: dict[str, Any], data: Mapping[str, Any]) -> Fault:
         allowed=_allowed(kind, context),
         remedy=f"mend {field}" if field else "mend the spec",
     )
+
+
+_BOUNDS = (("ge", "at least", 0), ("gt", "more than", 1), ("le", "at most", 0), ("lt", "less than", -1))
+
+
+def _out_of_range(item: dict[str, Any], path: tuple[str | int, ...], given: str) -> Fault | None:
+    context = item.get("ctx") or {}
+    for name, sign, step in _BOUNDS:
+        if name in context:
+            return Fault(
+                field=".".join(str(part) for part in path),
+                problem="is out of range",
+                given=given,
+                allowed=f"{sign} {context[name]}",
+                remedy=f"{path[-1]}: {_inside(context[name], step, item.get('input'))}",
+            )
+    return None
 
 
 def _unknown_key(path: tuple[str | int, ...], given: str) -> Fault:
@@ -201,11 +212,9 @@ def _user_path(loc: Iterable[str | int], data: Mapping[str, Any]) -> tuple[str |
 
 def _has(data: Any, path: list[str | int]) -> bool:
     for part in path:
-        if (isinstance(data, Mapping) and part in data) or (
-            isinstance(data, list) and isinstance(part, int) and part < len(data)
-        ):
+        try:
             data = data[part]
-        else:
+        except (TypeError, KeyError, IndexError):
             return False
     return True
 
