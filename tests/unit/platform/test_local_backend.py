@@ -92,7 +92,7 @@ def test_a_new_control_plane_finds_a_run_and_stops_it(backends: Backends, wait) 
     other.stop("run-a")
     wait(ended(other, "run-a"))
     sight = other.observe("run-a")
-    assert (sight.signal, sight.stopped) == ("SIGTERM", "cancelled")
+    assert (sight.signal, sight.stopped) == ("SIGTERM", "asked")
     assert not worker.alive()
 
 
@@ -187,13 +187,13 @@ def test_a_pid_that_belongs_to_another_process_now_is_not_signalled(backends: Ba
         other.wait()
 
 
-def test_a_forbidden_run_never_starts_and_counts_as_cancelled(backends: Backends) -> None:
+def test_a_forbidden_run_never_starts_and_counts_as_ended(backends: Backends) -> None:
     backend = backends()
     backend.forbid("run-a", SPEC)
     backend.launch("run-a", SPEC)
     assert backend._children["run-a"].wait(timeout=20) == 0
     sight = backend.observe("run-a")
-    assert (sight.seen, sight.stopped) == (Seen.EXITED, "cancelled")
+    assert (sight.seen, sight.stopped) == (Seen.EXITED, "asked")
     assert not (backend.run_dir("run-a").path / "starts").exists()
 
 

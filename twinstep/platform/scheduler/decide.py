@@ -41,7 +41,7 @@ class Sight:
     time: float | None = None
     """When it ended, in Unix seconds."""
     stopped: str | None = None
-    """None: it ended by itself; `cancelled`; `time_limit`."""
+    """None: it ended by itself; `asked`: its supervisor was asked to; `time_limit`."""
     problem: str | None = None
     """Why the worker could not be started at all."""
     launches: int = 0
@@ -130,18 +130,22 @@ def _absent(wanted: Wanted, sight: Sight) -> Action:
 
 
 def _ended(wanted: Wanted, sight: Sight) -> Action:
-    how = f"{sight.signal}" if sight.signal else f"exit code {sight.code}"
+    how = sight.signal or f"exit code {sight.code}"
+    if sight.signal == "SIGKILL":
+        how += " (out of memory?)"  # nobody here sent it, and that is who else does
     if sight.problem:
         return _finish(RunState.FAILED, sight.problem)
     if sight.stopped == "time_limit":
         return _finish(RunState.FAILED, f"stopped at its time limit: runtime.max_seconds is {wanted.max_seconds:g}")
-    if sight.stopped == "cancelled":
+    asked = wanted.cancel_requested_at
+    if sight.stopped == "asked":
+        if asked is None:
+            return _finish(RunState.FAILED, "stopped from outside: somebody, or a shutdown, ended its supervisor")
         late = sight.signal == "SIGKILL"
         return _finish(
             RunState.CANCELLED,
             f"cancelled; killed {wanted.stop_grace_seconds:g} s after it was asked to stop" if late else "cancelled",
         )
-    asked = wanted.cancel_requested_at
     if asked is not None and sight.time is not None and sight.time >= asked:
         return _finish(RunState.CANCELLED, "cancelled; its worker stopped by itself")
     if sight.code == 0:

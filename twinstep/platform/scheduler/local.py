@@ -117,7 +117,7 @@ class LocalBackend:
         with (directory.path / "lock").open("w") as lock, contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not (directory.path / "supervisor.json").exists():
-                write_json(directory.path / "exit.json", ending(code=None, stopped="cancelled"))
+                write_json(directory.path / "exit.json", ending(code=None, stopped="asked"))
 
     def sweep(self, run_id: str) -> int:
         """Kill what a vanished supervisor left of its worker; return how many processes that were."""

@@ -73,7 +73,7 @@ class _Watch:
             got = self._wait(min(waits, default=None))
             now = time.monotonic()
             if got in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and self.stopped is None:
-                self._stop(worker.pid, why="cancelled")
+                self._stop(worker.pid, why="asked")
             elif self.stopped is None and ends_at is not None and now >= ends_at:
                 self._stop(worker.pid, why="time_limit")
             elif self.kill_at is not None and now >= self.kill_at:
@@ -85,7 +85,7 @@ class _Watch:
         self._tell_end(
             ending(
                 code=code if code >= 0 else None,
-                signal_name=signal.Signals(-code).name if code < 0 else None,
+                signal_name=_name(-code) if code < 0 else None,
                 stopped=self.stopped,
             )
         )
@@ -141,6 +141,13 @@ def _ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal between the two that have names
+        return f"signal {number}"
+
+
 def _signal_group(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
@@ -149,7 +156,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 def ending(
     *, code: int | None, signal_name: str | None = None, stopped: str | None = None, problem: str | None = None
 ) -> dict[str, Any]:
-    """Return what `exit.json` holds. `stopped` says who ended it: null (itself), cancelled, time_limit."""
+    """Return what `exit.json` holds. `stopped` says who ended it: null (itself), asked, time_limit."""
     return {"code": code, "signal": signal_name, "time": time.time(), "stopped": stopped, "problem": problem}
 
 

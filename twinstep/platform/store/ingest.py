@@ -86,7 +86,6 @@ def ingest(
         _collect(record, rows, run_id=run_id, job_id=run.job_id)
     if stored:
         rows.events.extend(_lost_event(run.job_id, run_id, now, gap) for gap in lost)
-        _write(connection, run_id, rows, acked=acked, now=now, dialect=dialect)
         if RunState(run.state) in (RunState.STARTING, RunState.RESTARTING):
             write_move(
                 connection,
@@ -100,6 +99,7 @@ def ingest(
                 time=now,
                 changes={},
             )
+        _write(connection, run_id, rows, acked=acked, now=now, dialect=dialect)
     return Ingested(
         job_id=run.job_id,
         acked=acked,

@@ -1,0 +1,35 @@
+"""What a control plane is told at its start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from twinstep.platform.settings import Settings, default_data_dir, is_loopback
+from twinstep.spec.errors import UnavailableError
+
+
+def test_the_data_directory_is_the_one_given_else_the_users() -> None:
+    assert default_data_dir({"TWINSTEP_DATA_DIR": "/somewhere"}) == Path("/somewhere")
+    assert default_data_dir({"XDG_DATA_HOME": "/x"}) == Path("/x/twinstep")
+    assert default_data_dir({}) == Path("~/.local/share/twinstep").expanduser()
+
+
+def test_addresses_follow_from_the_settings(tmp_path: Path) -> None:
+    assert Settings(data_dir=tmp_path, host="::1", port=1).url == "http://[::1]:1"
+    assert Settings(data_dir=tmp_path).url == "http://127.0.0.1:8765"
+    assert Settings(data_dir=tmp_path).database == f"sqlite:///{tmp_path}/twinstep.db"
+    assert Settings(data_dir=tmp_path, database_url="postgresql://db/x").database == "postgresql://db/x"
+
+
+@pytest.mark.parametrize("wrong", [{"port": -1}, {"port": 65536}, {"max_parallel_runs": 0}, {"host": "0.0.0.0"}])  # noqa: S104
+def test_settings_that_cannot_work_are_refused_with_a_remedy(tmp_path: Path, wrong: dict[str, object]) -> None:
+    with pytest.raises(UnavailableError) as caught:
+        Settings(data_dir=tmp_path, **wrong)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"])
+def test_loopback_names_are_known(host: str) -> None:
+    assert is_loopback(host)
