@@ -91,7 +91,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None] = lambda url: N
         stack.callback(plane.close)
         plane.reconciler.start()
         server = _Server(plane, on_ready)
-        with _terminated_quietly(), contextlib.suppress(KeyboardInterrupt):
+        with _ended_by_sigterm(server), contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listener])
 
 
@@ -185,12 +185,15 @@ def running(data_dir: Path) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def _terminated_quietly() -> Iterator[None]:
-    """uvicorn ends on SIGTERM and then sends it again: to us, for whom it is no reason to skip the tidying."""
+def _ended_by_sigterm(server: _Server) -> Iterator[None]:
+    """Take SIGTERM outside uvicorn's own handling: before it begins, and when it sends the signal again at its end.
+
+    Either way the server ends in its own time, and what this process made is tidied.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    before = signal.signal(signal.SIGTERM, server.handle_exit)
     try:
         yield
     finally:

@@ -177,6 +177,33 @@ def test_a_wrong_query_is_a_422_problem_that_names_the_parameter(shared, path: s
     assert problem["faults"][0]["field"].startswith(field)
 
 
+def test_a_failure_of_ours_is_a_500_problem_without_a_word_of_its_cause(shared, monkeypatch) -> None:
+    def fails(**_: object) -> None:
+        raise RuntimeError("a secret of the inside")
+
+    monkeypatch.setattr(shared.plane.service, "list_jobs", fails)
+    answer = shared.http.get("/v1/jobs")
+    check(answer, 500, "error")
+    assert "secret" not in answer.text
+
+
+def test_a_database_that_does_not_answer_is_a_503_problem(live) -> None:
+    live.plane.reconciler.stop()
+    with live.plane.store._database.write() as connection:
+        connection.exec_driver_sql("ALTER TABLE jobs RENAME TO hidden")
+    check(live.http.get("/v1/jobs"), 503, "unavailable")
+    check(live.http.get("/readyz"), 503, "unavailable")
+    check(live.http.post("/v1/jobs", json={"name": "a"}), 503, "unavailable")
+    with live.plane.store._database.write() as connection:
+        connection.exec_driver_sql("ALTER TABLE hidden RENAME TO jobs")
+    assert live.http.get("/v1/jobs").json()["items"] == []
+
+
+@pytest.mark.parametrize("job_id", ["%ed%a0%80", "%00", "job-%F0%9F%92%A9", "..", "%2e%2e%2f", "a" * 5000])
+def test_an_odd_id_is_only_an_id_that_is_not_there(shared, job_id: str) -> None:
+    assert shared.http.get(f"/v1/jobs/{job_id}/logs").status_code == 404
+
+
 def test_every_kind_of_error_has_a_status() -> None:
     def tree(kind: type[errors.TwinstepError]) -> list[type[errors.TwinstepError]]:
         return [kind, *(below for child in kind.__subclasses__() for below in tree(child))]

@@ -32,7 +32,7 @@ def metric(seq: int, **values: float | None) -> MetricRecord:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_split_doubling_and_mixing_of_batches_stores_each_record_once_in_order(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 30), label="records")
     records: list[Record] = [

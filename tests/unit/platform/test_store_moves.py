@@ -52,7 +52,7 @@ def test_of_many_who_move_at_one_version_exactly_one_wins(store: Store) -> None:
 
 
 @given(st.lists(st.sampled_from(list(RunState)), max_size=12))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_only_moves_of_the_table_happen_and_each_leaves_its_event(wishes: list[RunState]) -> None:
     with tempfile.TemporaryDirectory() as place, closing(Store(f"sqlite:///{place}/twinstep.db")) as store:
         job = store.create_job(SPEC)

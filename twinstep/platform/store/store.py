@@ -222,7 +222,6 @@ class Store:
         )
         rows = [{"of_run": run.id, "at_version": run.version, "says": reason} for run, reason in reasons]
         with self._database.write() as connection:
-            # On the connection and not the table's own query: SQLAlchemy would want primary keys for a bulk update.
             connection.execute(query, rows)
         for run, _ in reasons:
             self.changes.bump(run.job_id)
