@@ -35,6 +35,7 @@ def main() -> None:
     total = 100_000 if name.startswith("slow") else STEPS
     try:
         print(f"worker of {name} {say}", flush=True)
+        print("no line ends here: \u2028 \u2029 \x85 \x0b \x0c \x1c, nor does the text: \U0001f389", flush=True)
         reporter.progress("compiling", 0, total, examples_per_s=None, eta_s=None)
         reporter.event("compiled", f"first program: 2.5 s on eager {say}", {"step": 0, "seconds": 2.5})
         for step in range(1, total + 1):

@@ -130,6 +130,10 @@ def test_logs_print_every_byte_and_follow_until_the_job_ends(plane: Any, twinste
     assert printed.stdout == followed.stdout
     assert printed.stdout == (plane.data_dir / "runs" / job["run_id"] / "log").read_text()
     assert "step 60 loss" in printed.stdout
+    assert "\u2028" in printed.stdout
+    narrow = twinstep("logs", job["id"], env={"PYTHONIOENCODING": "ascii"})
+    assert (narrow.returncode, narrow.stderr) == (0, "")
+    assert "nor does the text: ?" in narrow.stdout
 
 
 def test_a_reader_that_goes_away_is_no_error(plane: Any, twinstep: Any) -> None:

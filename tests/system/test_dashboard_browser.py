@@ -235,3 +235,17 @@ def test_many_jobs_are_paged_newest_first(plane: Any, page: Page) -> None:
     page.get_by_role("button", name="Newer").click()
     expect(rows.first).to_contain_text("queued-25")
     expect(page.get_by_role("button", name="Newer")).to_be_disabled()
+
+
+def test_an_open_page_comes_back_to_life_after_a_restart(plane: Any, browser: Browser) -> None:
+    plane.cancel_all()
+    job = plane.submit("slow-restart")
+    plane.when(job["id"], "running")
+    page = browser.new_page()  # without the fixture: that its socket breaks is the point
+    page.goto(f"{plane.url}/jobs/{job['id']}")
+    expect(page.locator(".tw-chip")).to_have_text("running", timeout=SOON)
+    plane.kill()
+    plane.start()
+    plane.http.post(f"/v1/jobs/{job['id']}/cancel")
+    expect(page.locator(".tw-chip")).to_have_text("cancelled", timeout=2 * SOON)
+    page.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -155,7 +155,7 @@ class ControlPlane:
                 if response.status_code != 200:
                     response.read()
                     raise problem(response)
-                yield response.iter_lines()
+                yield sse_lines(response.iter_text())
         except httpx.TransportError as error:
             raise self._unreachable(error) from None
 
@@ -181,6 +181,16 @@ class ControlPlane:
         )
 
 
+def sse_lines(chunks: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of an event stream. Only a newline ends one: JSON may hold U+2028 and U+0085, which end a line
+    to str.splitlines and to httpx."""
+    rest = ""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r")
+
+
 def problem(response: httpx.Response) -> TwinstepError:
     """Turn an answer that is an error (RFC 9457 problem details, or anything) into one of our errors."""
     try:
@@ -189,15 +199,18 @@ def problem(response: httpx.Response) -> TwinstepError:
         data = None
     if not isinstance(data, dict):
         data = {}
-    code = str(data.get("code", ""))
-    kind = _BY_CODE.get(code) or _BY_STATUS.get(response.status_code, RemoteError)
-    said = data.get("detail") or data.get("title") or response.reason_phrase
-    text = said if isinstance(said, str) and said else "no reason given"
-    if kind is RemoteError:
-        text = f"the control plane answered {response.status_code}: {text}"
-    faults = data.get("faults") or data.get("errors")
+    said = data.get("detail")
+    if not isinstance(said, str) or not said:
+        return RemoteError(
+            f"{response.url} answered {response.status_code} {response.reason_phrase}, and not as Twinstep does",
+            remedy="is it Twinstep's control plane? check --url",
+        )
+    if response.status_code >= 500:
+        return RemoteError(f"the control plane failed: {said}", remedy=str(data.get("remedy", "")))
+    kind = _BY_CODE.get(str(data.get("code", ""))) or _BY_STATUS.get(response.status_code, TwinstepError)
+    faults = data.get("faults")
     return kind(
-        text,
+        said,
         remedy=str(data.get("remedy", "")),
         faults=tuple(_fault(item) for item in faults if isinstance(item, dict)) if isinstance(faults, list) else (),
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinstep.cli.client import find_url, problem
+from twinstep.cli.client import find_url, problem, sse_lines
 from twinstep.cli.follow import Message, parse_sse
 from twinstep.cli.live import event_line
 from twinstep.cli.output import RemoteError, clean, duration, exit_code, number, one_line
-from twinstep.spec.errors import ConflictError, DataError, NotFoundError, SpecError, TrainError
+from twinstep.spec.errors import ConflictError, DataError, SpecError, TrainError, TwinstepError
 
 
 def test_an_event_stream_is_read_as_the_standard_says() -> None:
@@ -72,19 +73,29 @@ def test_the_address_is_the_one_given_then_the_environment_then_the_file_then_th
 
 
 def test_problem_details_become_our_errors_and_anything_else_a_remote_error() -> None:
+    def answer(status: int, **content: Any) -> TwinstepError:
+        return problem(httpx.Response(status, request=httpx.Request("GET", "http://x/v1/jobs"), **content))
+
     fault = {"field": "name", "problem": "is bad", "given": "1", "allowed": "", "remedy": "name: a"}
     body = {"code": "invalid_spec", "detail": "spec is not valid", "remedy": "mend", "faults": [fault, 3]}
-    error = problem(httpx.Response(422, json=body))
+    error = answer(422, json=body)
     assert isinstance(error, SpecError)
     assert error.faults[0].line() == "name: is bad; given: 1; fix: name: a"
-    assert isinstance(problem(httpx.Response(409, json={"detail": "x"})), ConflictError)
-    assert isinstance(problem(httpx.Response(404, text="<html>")), NotFoundError)
-    for strange in (
-        httpx.Response(500, json=[1]),
-        httpx.Response(502, text=""),
-        httpx.Response(418, json={"detail": 7}),
-    ):
-        assert isinstance(problem(strange), RemoteError)
+    assert isinstance(answer(409, json={"detail": "x"}), ConflictError)
+    large = answer(413, json={"detail": "too large", "code": "too_large"})
+    assert (exit_code(large), large.problem) == (2, "too large")
+    for status, strange in [(500, {"json": [1]}), (502, {"text": ""}), (404, {"text": "<html>"}), (418, {"json": {}})]:
+        assert isinstance(answer(status, **strange), RemoteError)
+    assert isinstance(answer(503, json=body), RemoteError)
+
+
+@given(st.lists(st.text()), st.data())
+def test_an_event_streams_lines_end_at_newlines_only_however_it_is_cut(lines: list[str], data: st.DataObject) -> None:
+    lines = [line.replace("\n", "").removesuffix("\r") for line in lines]
+    text = "".join(line + data.draw(st.sampled_from(["\n", "\r\n"])) for line in lines)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert list(sse_lines(chunks)) == [line.removesuffix("\r") for line in lines]
 
 
 def test_exit_codes_tell_failed_work_from_something_to_mend() -> None:

@@ -79,18 +79,22 @@ class Reader:
     def lines(self, job_id: str, run_id: str) -> Lines:
         """Return the chart lines of a run, after reading what is new."""
         kept = self._kept(run_id)
-        with kept.lock:  # two browsers on one run: the second finds the work done
-            for _ in range(READS_PER_REFRESH):
-                page = self._service.list_metrics(
-                    job_id, after=kept.cursor, names=tuple(DRAWN), limit=POINTS_PER_READ, run_id=run_id
-                )
-                for point in page.items:
-                    kept.series[DRAWN[point.name]].add(point.step, point.value)
-                kept.cursor = page.next_after
-                kept.version += bool(page.items)
-                if len(page.items) < POINTS_PER_READ:
-                    break
-            return Lines(points={name: series.points() for name, series in kept.series.items()}, version=kept.version)
+        with kept.lock:
+            self._catch_up(job_id, run_id, kept)
+            return Lines(points={line: series.points() for line, series in kept.series.items()}, version=kept.version)
+
+    def _catch_up(self, job_id: str, run_id: str, kept: RunLines) -> None:
+        """Read the points after the cursor. The caller holds the lock: a second browser finds the work done."""
+        for _ in range(READS_PER_REFRESH):
+            page = self._service.list_metrics(
+                job_id, after=kept.cursor, names=tuple(DRAWN), limit=POINTS_PER_READ, run_id=run_id
+            )
+            for point in page.items:
+                kept.series[DRAWN[point.name]].add(point.step, point.value)
+            kept.cursor = page.next_after
+            kept.version += bool(page.items)
+            if len(page.items) < POINTS_PER_READ:
+                return
 
     def events(self, job_id: str, *, after: int) -> tuple[list[EventLine], int]:
         """Return events after a cursor, oldest first, and the cursor to go on from."""
@@ -116,10 +120,13 @@ class Reader:
     def log(self, job_id: str, run_id: str, *, at: int) -> LogPiece:
         """Return what a log has after byte `at` (-1: its end), no more than the page keeps anyway."""
         begin = max(at, 0)
-        size = self._service.read_log(job_id, offset=begin, limit=4, run_id=run_id).size
-        skipped = max(0, size - begin - LOG_TAIL_BYTES)
-        part = self._service.read_log(job_id, offset=begin + skipped, limit=LOG_TAIL_BYTES, run_id=run_id)
-        return LogPiece(text=part.text, next=part.next_offset, skipped=skipped, at_end=part.next_offset >= part.size)
+        part = self._service.read_log(job_id, offset=begin, limit=LOG_TAIL_BYTES, run_id=run_id)
+        text, skipped = part.text, max(0, part.size - begin - LOG_TAIL_BYTES)
+        if skipped:
+            part = self._service.read_log(job_id, offset=begin + skipped, limit=LOG_TAIL_BYTES, run_id=run_id)
+            # This begins within a line, perhaps within a character: show it from the next line on.
+            text = part.text.partition("\n")[2] or part.text
+        return LogPiece(text=text, next=part.next_offset, skipped=skipped, at_end=part.next_offset >= part.size)
 
     def cancel(self, job_id: str) -> None:
         """Ask for a job to stop; raises ConflictError where it has ended."""
@@ -150,12 +157,14 @@ class Reader:
             cancel_requested=job.cancel_requested_at is not None,
         )
 
-    def _newest(self, job: Job) -> dict[str, float]:
+    def _newest(self, job: Job) -> dict[str, float | None]:
         """Return the newest value of each line of a run that has no summary."""
         if job.progress is None:
             return {}
-        lines = self.lines(job.id, job.run_id)
-        return {name: points[-1][1] for name, points in lines.points.items() if points}
+        kept = self._kept(job.run_id)
+        with kept.lock:
+            self._catch_up(job.id, job.run_id, kept)
+            return {line: series.last for line, series in kept.series.items()}
 
     def _model_and_dataset(self, job: Job) -> tuple[str, str]:
         """Return what the list says of a job's spec, which never changes and so is asked for once."""

@@ -44,8 +44,9 @@ class Series:
     @property
     def last(self) -> float | None:
         """The newest point's value, None while there is none."""
-        points = self.points()
-        return points[-1][1] if points else None
+        if self._count:
+            return self._sum / self._count
+        return self._points[-1][1] if self._points else None
 
     def _merge(self) -> None:
         pairs = zip(self._points[::2], self._points[1::2], strict=True)
