@@ -141,8 +141,33 @@ def test_a_queued_run_is_cancelled_without_ever_starting(planes, wait) -> None:
     assert plane.starts(second.run_id) == 0
 
 
-def test_what_goes_wrong_with_one_run_does_not_hold_up_another(planes, wait, settings: Settings) -> None:
-    plane = planes(parallel=2)
+def test_a_spec_that_this_version_cannot_read_fails_its_run_with_that_reason(planes, wait) -> None:
+    plane = planes()
+    job = plane.store.create_job(JobSpec(name="reports-1"))
+    with plane.store._database.write() as connection:
+        connection.exec_driver_sql("UPDATE jobs SET spec = json_set(spec, '$.hologram', 1)")
+    plane.passes_until(job.run_id, *FINAL, wait=wait)
+    run = plane.store.run(job.run_id)
+    assert (run.state, "can read" in run.reason) == (RunState.FAILED, True)
+
+
+def test_a_launch_that_fails_holds_its_slot_and_is_given_up_after_three(planes, wait, monkeypatch) -> None:
+    plane = planes()
+    first, second = (plane.store.create_job(JobSpec(name="reports-1")) for _ in range(2))
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    states = []
+    for _ in range(6):
+        plane.reconciler.run_once()
+        states.append((plane.store.run(first.run_id).state, plane.store.run(second.run_id).state))
+    assert max(sum(state is RunState.STARTING for state in both) for both in states) == 1
+    failed = plane.store.run(first.run_id)
+    assert failed.state is RunState.FAILED
+    assert "could not be started in 3 tries" in failed.reason
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_what_goes_wrong_with_one_run_does_not_hold_up_another(planes, wait, parallel: int) -> None:
+    plane = planes(parallel=parallel)
     bad = plane.store.create_job(JobSpec(name="sleeps"))
     good = plane.store.create_job(JobSpec(name="reports-1"))
     prepare = plane.backend.prepare
@@ -154,6 +179,7 @@ def test_what_goes_wrong_with_one_run_does_not_hold_up_another(planes, wait, set
 
     plane.backend.prepare = breaks
     plane.passes_until(good.run_id, RunState.SUCCEEDED, wait=wait)
+    plane.reconciler.run_once()
     waiting = plane.store.run(bad.run_id)
     assert waiting.state is RunState.QUEUED
     assert "no room on the disk" in waiting.reason

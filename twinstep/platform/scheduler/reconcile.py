@@ -10,6 +10,8 @@ import logging
 import threading
 import time
 
+from pydantic import ValidationError
+
 from twinstep.platform.scheduler.decide import Action, Do, Seen, Sight, Wanted, decide
 from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.store.records import Run
@@ -83,17 +85,26 @@ class Reconciler:
                 if action.do is Do.EXPLAIN:
                     told.append((run, action.reason))
                     continue
+                self._apply(run, action, _UNSEEN, self._spec(run))
                 held += action.do is Do.START
-                self._apply(run, action, _UNSEEN)
             except Exception as error:
                 told.append((run, self._trouble(run, error)))
+                if run.state not in _HOLDS_A_SLOT:  # it may have come as far as that before it went wrong
+                    held += self._store.run(run.id).state in _HOLDS_A_SLOT
         self._store.set_reasons([(run, reason) for run, reason in told if run.reason != reason])
         self._passed_at = time.monotonic()
 
     def _look_after(self, run: Run) -> None:
-        spec = JobSpec.model_validate(self._store.job(run.job_id).spec)
+        spec = self._spec(run)
         sight = self._backend.observe(run.id)
-        self._apply(run, decide(_wanted(run, spec=spec), sight), sight, spec=spec)
+        self._apply(run, decide(_wanted(run, spec=spec), sight), sight, spec)
+
+    def _spec(self, run: Run) -> JobSpec | None:
+        """Return a run's spec; None where an older or newer version wrote it, and this one cannot read it."""
+        try:
+            return JobSpec.model_validate(self._store.job(run.job_id).spec)
+        except ValidationError:
+            return None
 
     def _trouble(self, run: Run, error: Exception) -> str:
         if isinstance(error, TwinstepError):
@@ -101,24 +112,25 @@ class Reconciler:
         log.exception("run %s could not be looked after", run.id)
         return f"is tried again: {type(error).__name__}: {error}"[:2000]
 
-    def _apply(self, run: Run, action: Action, sight: Sight, *, spec: JobSpec | None = None) -> None:
-        spec = spec or JobSpec.model_validate(self._store.job(run.job_id).spec)
+    def _apply(self, run: Run, action: Action, sight: Sight, spec: JobSpec | None) -> None:
         match action.do:
+            case Do.START | Do.LAUNCH | Do.FORBID if spec is None:
+                self._finish(run, RunState.FAILED, "its spec is not one this version of Twinstep can read", sight)
             case Do.KEEP:
                 if sight.seen is Seen.ALIVE:
                     self._catch_up(run)
             case Do.ENQUEUE:
                 if self._move(run, RunState.QUEUED, action.reason):
                     self.nudge()  # a free slot takes it at the next pass, which need not wait
-            case Do.START:
+            case Do.START if spec is not None:
                 token_hash = self._backend.prepare(run.id, spec)
                 if self._move(run, RunState.STARTING, "its worker is being started", token_hash=token_hash):
                     self._backend.launch(run.id, spec)
-            case Do.LAUNCH:
+            case Do.LAUNCH if spec is not None:
                 self._backend.launch(run.id, spec)
             case Do.STOP:
                 self._backend.stop(run.id)
-            case Do.FORBID:
+            case Do.FORBID if spec is not None:
                 self._backend.forbid(run.id, spec)
                 self.nudge()
             case Do.FINISH if action.to is not None:
