@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def command(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -64,8 +64,8 @@ class JobPage:
                 self.events = Events()
                 self.log = LogTail()
                 self._spec(detail)
-            with theme.div("tw-below"), theme.card("Attempts", note="runs of this job"):
-                self.attempts = Table("tw-attempts")
+                with theme.card("Attempts", note="runs of this job, newest first"):
+                    self.attempts = Table("tw-attempts")
 
     def _head(self, detail: JobDetail) -> None:
         row = detail.row

@@ -186,7 +186,7 @@ class LogTail:
     """The end of a run's log; follows while scrolled to the bottom."""
 
     def __init__(self) -> None:
-        with theme.card("Log"):
+        with theme.card("Log", classes="tw-span"):
             self.log = ui.log(max_lines=MAX_LOG_LINES).classes("tw-log").mark("log")
         self.partial = ""
 

@@ -22,7 +22,7 @@ from twinstep.spec.parse import dump_spec
 KEPT_RUNS = 200  # runs whose lines stay in memory: about 100 kB each at most
 KEPT_ABOUT = 5000
 POINTS_PER_READ = 5000
-READS_PER_REFRESH = 8  # a run of millions of points fills its charts over a few refreshes, not in one long wait
+READS_PER_REFRESH = 4  # a run of millions of points fills its charts over a few refreshes, not in one long wait
 EVENTS_PER_REFRESH = 5
 # Metric, as workers name it → line of a chart. Held-out scores are those of the first task.
 DRAWN = {"loss": "loss", "examples_per_s": "examples_per_s", "eval/auc": "auc", "eval/ne": "ne"}
