@@ -10,7 +10,7 @@ import asyncio
 import time
 from typing import NamedTuple
 
-from nicegui import run, ui
+from nicegui import ui
 
 from twinstep.platform.dashboard import theme
 from twinstep.platform.dashboard.parts import (
@@ -106,7 +106,7 @@ class JobPage:
     async def _cancel(self) -> None:
         self.dialog.close()
         try:
-            await run.io_bound(self.reader.cancel, self.job_id)
+            await asyncio.to_thread(self.reader.cancel, self.job_id)
         except TwinstepError as error:
             ui.notify(str(error), type="negative", position="bottom")
         self.ticks = 1
@@ -120,12 +120,12 @@ class JobPage:
         async with self.reading:
             try:
                 # The log comes once the browser is there: it scrolls to its end when lines are added to it.
-                read = await run.io_bound(self._read, with_log=tick > 0)
+                read = await asyncio.to_thread(self._read, with_log=tick > 0)
             except Exception as error:
                 self.reason.set_text(f"Not refreshed: {error}")
                 theme.show(self.reason, True)
                 return
-            if read is not None and not self.attempts.root.is_deleted:  # the server stops, or the browser has gone
+            if not self.attempts.root.is_deleted:  # the browser has not gone
                 self._show(read)
 
     def _read(self, *, with_log: bool) -> _Read:
@@ -174,11 +174,9 @@ async def build(reader: Reader, job_id: str) -> None:
     The status of the answer is then 404.
     """
     try:
-        detail = await run.io_bound(reader.job, job_id)
+        detail = await asyncio.to_thread(reader.job, job_id)
     except NotFoundError:
         build_missing(f"There is no job {job_id[:80]!r}.")
-        return
-    if detail is None:  # the server stops
         return
     ui.page_title(f"{detail.row.name} · Twinstep")
     page = JobPage(reader, detail)

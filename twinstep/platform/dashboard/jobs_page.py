@@ -5,9 +5,10 @@ Each refresh reads one page of rows and sends only the cells that differ. Readin
 
 from __future__ import annotations
 
+import asyncio
 import time
 
-from nicegui import run, ui
+from nicegui import ui
 
 from twinstep.platform.dashboard import theme, words
 from twinstep.platform.dashboard.reader import Reader
@@ -123,13 +124,13 @@ class JobsPage:
         """Read one page of jobs and show what changed."""
         cursor = self.cursors[-1]
         try:
-            page = await run.io_bound(self.reader.jobs, limit=PAGE_SIZE, cursor=cursor)
+            page = await asyncio.to_thread(self.reader.jobs, limit=PAGE_SIZE, cursor=cursor)
         except Exception as error:
             self.stale.set_text(f"Not refreshed: {error}")
             theme.show(self.stale, True)
             return
-        # The server stops, the browser has gone, or the page was turned while this one was read.
-        if page is None or self.body.is_deleted or cursor != self.cursors[-1]:
+        # The browser has gone, or the page was turned while this one was read.
+        if self.body.is_deleted or cursor != self.cursors[-1]:
             return
         theme.show(self.stale, False)
         self._show(page)
