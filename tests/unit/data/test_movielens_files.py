@@ -42,9 +42,9 @@ def test_ids_are_numbered_from_zero_in_numeric_order(tmp_path: Path) -> None:
     events, schema = load_movielens(folder_with(tmp_path))
     assert events.user.tolist() == [0, 1]  # user 2 comes before user 10, and rated earlier
     assert events.item.tolist() == [0, 0]
-    assert events.user_features[:, 1].tolist() == [7, 2]  # decades, 70 and over share one
+    assert events.user_features[:, 0].tolist() == [7, 2]  # decades, 70 and over share one
     assert events.item_features[:, 1].tolist() == [14, 0]  # five-year buckets; an unknown year is 0
-    assert [t.rows for t in schema.tables if t.name in ("user_id", "item_id")] == [2, 2]
+    assert [t.rows for t in schema.tables if t.name in ("gender", "item_id")] == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ def find_movielens() -> Path:
 def load_movielens(folder: Path) -> tuple[Events, DataSchema]:
     """Read ratings, users and films from `folder`; ids are numbered from 0 in numeric order.
 
+    The user's own id is no feature: most users of the newest ratings have none before them, so that their rows would
+    be untrained noise (0.005 of AUC, measured on training time alone); a history tells who they are.
+
     Raises:
         DataError: a file or column is missing, or a row breaks its format; the message names file and row.
     """
@@ -73,21 +76,20 @@ def load_movielens(folder: Path) -> tuple[Events, DataSchema]:
     genres = _numbered([text.split(" ", 1)[0] for text in films.column("class:token_seq")])  # a film's first genre
     decades = np.minimum(users.integers("age:token", low=0, high=150) // 10, AGE_DECADES - 1)
     years = np.array([_year_bucket(text) for text in films.column("release_year:token")], dtype=np.int64)
-    user_ids = users.lookup("user_id:token", user_index, users.name)
     item_ids = films.lookup("item_id:token", item_index, films.name)
-    user_features = np.stack((user_ids, decades, genders.ids, occupations.ids), axis=1)
+    user_ids = users.lookup("user_id:token", user_index, users.name)
+    user_features = np.stack((decades, genders.ids, occupations.ids), axis=1)
     item_features = np.stack((item_ids, years, genres.ids), axis=1)
     events = make_events(
         user=ratings.lookup("user_id:token", user_index, "ml-100k.user"),
         item=ratings.lookup("item_id:token", item_index, "ml-100k.item"),
         rating=ratings.floats("rating:float", low=1, high=STARS).astype(np.float32),
         time=ratings.floats("timestamp:float", low=0, high=INT32_MAX).astype(np.int64),
-        user_features=user_features[np.argsort(user_features[:, 0])],
-        item_features=item_features[np.argsort(item_features[:, 0])],
+        user_features=user_features[np.argsort(user_ids)],
+        item_features=item_features[np.argsort(item_ids)],
         source="ml-100k.inter",
     )
     rows = {
-        "user_id": len(user_index),
         "age": AGE_DECADES,
         "gender": genders.size,
         "occupation": occupations.size,
@@ -97,7 +99,7 @@ def load_movielens(folder: Path) -> tuple[Events, DataSchema]:
     }
     schema = DataSchema(
         tables=tuple(TableSchema(name=name, rows=count) for name, count in rows.items()),
-        contextual=tuple(FeatureSchema(name=n, table=n) for n in ("user_id", "age", "gender", "occupation")),
+        contextual=tuple(FeatureSchema(name=n, table=n) for n in ("age", "gender", "occupation")),
         item_features=tuple(FeatureSchema(name=n, table=n) for n in ("item_id", "release_year", "genre")),
         tasks=(TaskSchema(name="liked"),),
         action_bits=STARS,
