@@ -62,7 +62,8 @@ def load_movielens(folder: Path) -> tuple[Events, DataSchema]:
     """Read ratings, users and films from `folder`; ids are numbered from 0 in numeric order.
 
     The user's own id is no feature: most users of the newest ratings have none before them, so that their rows would
-    be untrained noise (0.005 of AUC, measured on training time alone); a history tells who they are.
+    be untrained; a history tells who they are. Validated on training time alone, leaving it out gave 0.005 of AUC on
+    average of three seeds, from -0.001 to 0.014: little, but it costs nothing.
 
     Raises:
         DataError: a file or column is missing, or a row breaks its format; the message names file and row.
