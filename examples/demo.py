@@ -141,7 +141,7 @@ def run_job(plane: ControlPlane, spec: dict[str, Any], console: Console) -> dict
 
 def results_table(jobs: dict[str, dict[str, Any]]) -> Table:
     """Return the table of backends and baselines."""
-    table = Table(title="MovieLens-100K, held-out newest 20 % of time, rating ≥ 4")
+    table = Table(title="MovieLens-100K, newest 20 % of time held out, rating ≥ 4", caption="(…) baselines without parameters")
     for name in ("backend", "state", "steps", "examples/s", "compile s", "AUC", "NE"):
         table.add_column(name, justify="left" if name in ("backend", "state") else "right")
     baselines: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def results_table(jobs: dict[str, dict[str, Any]]) -> Table:
             number(summary.get("ne"), ".4f"),
         )
     for name, score in baselines.items():
-        table.add_row(f"baseline: {name}", "", "", "", "", number(score.get("auc"), ".4f"), "")
+        table.add_row(f"({name})", "", "", "", "", number(score.get("auc"), ".4f"), "")
     return table
 
 

@@ -49,12 +49,6 @@ _StrictLoader.add_implicit_resolver(
 )
 
 
-# YAML 1.1 takes 1e-3 for text, since it has no dot; everybody who writes a learning rate means the number.
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
 def parse_spec(text: str | bytes, *, source: str = "spec") -> JobSpec:
     """Return the JobSpec that YAML or JSON `text` holds.
 
