@@ -141,7 +141,8 @@ def run_job(plane: ControlPlane, spec: dict[str, Any], console: Console) -> dict
 
 def results_table(jobs: dict[str, dict[str, Any]]) -> Table:
     """Return the table of backends and baselines."""
-    table = Table(title="MovieLens-100K, newest 20 % of time held out, rating ≥ 4", caption="(…) baselines without parameters")
+    title = "MovieLens-100K, newest 20 % of time held out, rating ≥ 4"
+    table = Table(title=title, caption="(…) baselines without parameters")
     for name in ("backend", "state", "steps", "examples/s", "compile s", "AUC", "NE"):
         table.add_column(name, justify="left" if name in ("backend", "state") else "right")
     baselines: dict[str, Any] = {}
