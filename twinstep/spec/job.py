@@ -14,14 +14,9 @@ NAME_MAX = 40  # leaves room for the suffixes that JobSet and Ray add to a 63-ch
 INT32_MAX = 2**31 - 1
 
 
-def _number(value: Any) -> Any:
-    """Let through what YAML calls a number; a boolean or a string that looks like one is refused."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("must be a number, without quotes")
-    return value
-
-
-Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+# Strict: a boolean or a text that looks like a number is none. Not a validator of our own, which would hide the limits
+# around it from the JSON Schema.
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Count = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
 TableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
 Width = Annotated[StrictInt, Field(ge=1, le=16384)]

@@ -277,6 +277,7 @@ def _inside(bound: Any, step: int, given: Any) -> Any:
 def _plain(message: str) -> str:
     table = {
         "Input should be a valid integer": "must be a whole number, without quotes",
+        "Input should be a valid number": "must be a number, without quotes",
         "Input should be a valid boolean": "must be true or false",
         "Input should be a valid string": "must be text",
     }
@@ -291,6 +292,7 @@ def _allowed(kind: str, context: Mapping[str, Any]) -> str:
         return f"text of the form {context['pattern']}"
     return {
         "int_type": "a whole number",
+        "float_type": "a number",
         "bool_type": "true, false",
         "string_type": "text",
         "model_type": "a mapping of fields",
