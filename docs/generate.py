@@ -1,0 +1,455 @@
+"""Write the reference pages from the code they describe: `python docs/generate.py`; with `--check`, only compare.
+
+Reads the job spec's models, the app's OpenAPI document and the table of moves; starts nothing. What code cannot tell
+(what an event means) stands here as a table, and a test holds the table to the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from twinstep.platform.api import create_app
+from twinstep.platform.api.problems import STATUS
+from twinstep.platform.scheduler.service import Service
+from twinstep.spec import states
+from twinstep.spec.errors import TwinstepError
+from twinstep.spec.job import JobSpec
+from twinstep.spec.states import FINAL, MOVES, RunState
+
+HERE = Path(__file__).parent / "reference"
+NOTE = "<!-- Written by docs/generate.py from the code; change the code, then run it again. -->\n"
+Schema = Mapping[str, Any]
+
+RULES = (
+    ("data.uih_budget", "at most `data.uih_len`: no history could fill a larger one"),
+    ("optimizers.*.momentum", "above 0 with `kind: sgd` only"),
+    ("accelerator", "`accelerator: cpu` is short for `accelerator: {kind: cpu}`"),
+    (
+        "accelerator.kind",
+        "a control plane refuses what it cannot run: `tpu` and `gpu` are valid in a spec, and refused",
+    ),
+)
+
+EVENTS = (
+    ("submitted", "user", "The job was stored.", "`to`"),
+    ("state_changed", "scheduler, worker", "A run moved from one state to another.", "`from`, `to`"),
+    ("cancel_requested", "user", "Somebody asked for the job to stop.", ""),
+    ("started", "worker", "The worker process is up; nothing is loaded yet.", "`versions`, `pid`, `threads`"),
+    (
+        "compiled",
+        "worker",
+        "The step was compiled for the first time in this run.",
+        "`step`, `reason`, `seconds`, `capture_seconds`, `backend`, `from_cache`, `key`, `nodes`, `sizes`",
+    ),
+    ("recompiled", "worker", "The step was compiled again; the reason names what changed.", "as for `compiled`"),
+    (
+        "evaluated",
+        "worker",
+        "Held-out data was scored.",
+        "`step`, `seconds`, `auc`, `ne`, `calibration`, `log_loss`",
+    ),
+    ("stopped", "worker", "The worker ended because it was told to (SIGTERM, Ctrl-C).", "`step`"),
+    ("failed", "worker", "The worker ended with an error; the reason is the error.", "`code`, `step`"),
+    (
+        "reports_lost",
+        "scheduler",
+        "Reports were missing from the spool of a run that had ended.",
+        "`first`, `last`",
+    ),
+)
+
+METRICS = (
+    ("loss", "training loss of the step's batch, all tasks together"),
+    ("loss/TASK", "the same for one task, where a dataset has several"),
+    ("step_ms", "milliseconds of the step; compile, evaluation and waiting for data not counted"),
+    ("examples_per_s", "training examples (candidates with weight > 0) per second over the last 20 steps"),
+    ("real_tokens", "UIH tokens of the batch that hold an event"),
+    ("dummy_tokens", "UIH tokens of the batch that are padding"),
+    ("events_cut", "events left out of the batch because its token budget was full"),
+    ("eval/auc", "held-out area under the ROC curve of the first binary task; null where only one class was seen"),
+    ("eval/ne", "held-out normalised entropy: log loss over that of always predicting the held-out positive rate"),
+    ("eval/calibration", "mean prediction over positive rate, held out"),
+    ("eval/log_loss", "held-out log loss"),
+)
+
+
+def main() -> int:
+    """Write the pages, or with --check say which are stale; return the exit code."""
+    parser = argparse.ArgumentParser(description="Write docs/reference/ from the code.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is stale")
+    check = parser.parse_args().check
+    stale = [name for name, page in PAGES.items() if not _is_fresh(HERE / name, page())]
+    for name in stale:
+        if check:
+            print(f"docs/reference/{name} is stale: run python docs/generate.py", file=sys.stderr)
+        else:
+            HERE.mkdir(exist_ok=True)
+            (HERE / name).write_text(PAGES[name]())
+            print(f"wrote docs/reference/{name}")
+    return 1 if check and stale else 0
+
+
+def _is_fresh(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
+
+
+# ---- the job spec ----
+
+
+def job_spec_page() -> str:
+    """Return the page of every field a job spec has."""
+    schema = JobSpec.model_json_schema()
+    lines = [
+        NOTE,
+        "# The job spec, field by field",
+        "",
+        "A job spec is one YAML or JSON document, at most 256 KiB. Only `name` is required. Unknown keys, doubled keys "
+        "and YAML aliases are refused; a boolean or a quoted text is no number. `twinstep schema` prints the same as "
+        "JSON Schema, `twinstep validate SPEC` checks a file. How to write one: "
+        "[write a spec](../howto/write-a-spec.md).",
+        "",
+        "Between fields:",
+        "",
+        *(f"- `{field}`: {rule}." for field, rule in RULES),
+        "",
+    ]
+    for path, title, node in _sections(schema, schema, ""):
+        lines += [f"## {title}", "", *_described(node), *_field_table(node, schema, path), ""]
+    return "\n".join(lines)
+
+
+def _sections(node: Schema, root: Schema, path: str) -> Iterator[tuple[str, str, Schema]]:
+    """Yield path, heading and schema of every object in the spec, in the order of its fields."""
+    yield path, f"`{path}`" if path else "The spec", node
+    for name, child in node["properties"].items():
+        below = f"{path}.{name}" if path else name
+        for part in _objects(child, root):
+            kinds = part["properties"].get("kind", {})
+            if len(_objects(child, root)) > 1:
+                yield below, f"`{below}` with `kind: {kinds['const']}`", part
+            else:
+                yield from _sections(part, root, below)
+
+
+def _objects(node: Schema, root: Schema) -> list[Schema]:
+    """Return the schemas of the objects a field can hold."""
+    found = [_resolve(each, root) for each in node.get("oneOf", [node])]
+    return [each for each in found if "properties" in each]
+
+
+def _resolve(node: Schema, root: Schema) -> Schema:
+    if "$ref" in node:
+        return cast(Schema, root["$defs"][node["$ref"].rpartition("/")[2]])
+    return node
+
+
+def _described(node: Schema) -> list[str]:
+    text = node.get("description")
+    return [str(text), ""] if text else []
+
+
+def _field_table(node: Schema, root: Schema, path: str) -> Iterator[str]:
+    yield "| field | type | default | limits | meaning |"
+    yield "|---|---|---|---|---|"
+    required = node.get("required", [])
+    # The kind first: what the other fields mean hangs on it.
+    for name, field in sorted(node["properties"].items(), key=lambda each: each[0] != "kind"):
+        objects = _objects(field, root)
+        where = f"{path}.{name}" if path else name
+        kind = "mapping, see below" if objects else _type(field)
+        default = (
+            "**required**"
+            if name in required
+            else "its fields' defaults"
+            if objects
+            else _value(field.get("default", {}))
+        )
+        if len(objects) > 1 and name not in required:
+            default = "`cpu`"
+        meaning = field.get("description") or (objects[0].get("description", "") if objects else "")
+        yield _row(f"`{where}`", kind, default, _limits(field), meaning)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") or "–" for cell in cells) + " |"
+
+
+def _type(field: Schema) -> str:
+    if "anyOf" in field or "oneOf" in field:
+        return " or ".join(_type(each) for each in field.get("anyOf") or field["oneOf"])
+    if "enum" in field or "const" in field:
+        return "text"
+    if "$ref" in field:
+        return f"`{field['$ref'].rpartition('/')[2]}`"
+    kind = field.get("type", "any")
+    if kind == "array" and "prefixItems" in field:
+        return f"list of {len(field['prefixItems'])} numbers"
+    if kind == "array":
+        return f"list of {_type(field.get('items', {}))}"
+    if "patternProperties" in field:
+        return f"mapping of name to {_type(next(iter(field['patternProperties'].values())))}"
+    if kind == "object" and "additionalProperties" in field and field["additionalProperties"] is not True:
+        return f"mapping of name to {_type(field['additionalProperties'])}"
+    names = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "true or false",
+        "null": "null",
+    }
+    return names.get(kind, "mapping" if kind == "object" else kind)
+
+
+def _value(value: Any) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    if isinstance(value, bool) or value is None:
+        return f"`{words[value]}`"
+    return "`{}`" if value == {} else f"`{list(value) if isinstance(value, tuple) else value}`"
+
+
+def _limits(field: Schema) -> str:
+    """Return the limits of a field's value, those of its parts included."""
+    parts = []
+    if "enum" in field or "const" in field:
+        parts.append(", ".join(f"`{each}`" for each in field.get("enum", [field.get("const")])))
+    bounds = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
+    parts += [f"{sign} {field[name]:,}" for name, sign in bounds if name in field]
+    if "maxLength" in field:
+        parts.append(f"{field.get('minLength', 0)} to {field['maxLength']} characters")
+    if "pattern" in field:
+        parts.append(f"`{field['pattern']}`")
+    inner = [*field.get("anyOf", ()), *field.get("prefixItems", ())[:1]]
+    inner += [each for each in (field.get("items"), field.get("additionalProperties")) if isinstance(each, Mapping)]
+    inner += field.get("patternProperties", {}).values()
+    parts += [found for each in inner if (found := _limits(each))]
+    return ", ".join(parts)
+
+
+# ---- the REST API ----
+
+
+def rest_api_page() -> str:
+    """Return the page of every route, its statuses, and what it answers with."""
+    document = create_app(cast(Service, None)).openapi()  # routes alone: no service is asked for anything
+    operations = [
+        (method.upper(), path, each)
+        for path, by_method in document["paths"].items()
+        for method, each in by_method.items()
+    ]
+    lines = [
+        NOTE,
+        "# REST API",
+        "",
+        "Served by `twinstep up` on loopback, without a login. `GET /openapi.json` is the whole OpenAPI document. "
+        "Bodies and answers are JSON; `POST /v1/jobs` takes YAML too (`application/yaml`). A request must come by a "
+        "loopback name, and from a page of the control plane's own where a browser sends it: 403 otherwise.",
+        "",
+        "| method | path | does |",
+        "|---|---|---|",
+        *(_row(method, f"[`{path}`](#{_anchor(method, path)})", each["summary"]) for method, path, each in operations),
+        "",
+    ]
+    for method, path, each in operations:
+        lines += _operation(method, path, each)
+    lines += _problems()
+    lines += ["## What answers hold", ""]
+    for name in sorted(_answers(operations, document)):
+        schema = document["components"]["schemas"][name]
+        if "properties" in schema:
+            lines += [f"### {name}", "", *_described(schema), "| field | type | meaning |", "|---|---|---|"]
+            lines += [
+                _row(f"`{key}`", _linked(_type(field)), _meaning(field)) for key, field in schema["properties"].items()
+            ]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _anchor(method: str, path: str) -> str:
+    """Return the anchor that GitHub gives the heading of an operation."""
+    kept = [each for each in f"{method} {path}".lower() if each.isalnum() or each in " -_"]
+    return "".join(kept).replace(" ", "-")
+
+
+def _operation(method: str, path: str, operation: Schema) -> Iterator[str]:
+    yield f"## {method} {path}"
+    yield ""
+    yield (
+        f"{operation['summary']}{'' if operation['summary'].endswith('?') else '.'} {operation['description']}"
+        if "description" in operation
+        else operation["summary"]
+    )
+    yield ""
+    if body := operation.get("requestBody"):
+        kinds = body["content"]
+        content = _linked(_type(next(iter(kinds.values()))["schema"]))
+        yield f"Body: {content} as {' or '.join(f'`{kind}`' for kind in kinds)}."
+        yield ""
+    if "security" in operation:
+        yield "Asks for `Authorization: Bearer TOKEN`, the run's own token."
+        yield ""
+    if parameters := operation.get("parameters"):
+        yield "| parameter | in | type | default | limits | meaning |"
+        yield "|---|---|---|---|---|---|"
+        for each in parameters:
+            schema = each["schema"]
+            default = "required" if each["required"] else _value(schema["default"]) if "default" in schema else ""
+            yield _row(
+                f"`{each['name']}`",
+                each["in"],
+                _linked(_type(schema)),
+                default,
+                _limits(schema),
+                each.get("description", ""),
+            )
+        yield ""
+    statuses = []
+    for status, answer in operation["responses"].items():
+        found: Schema = next((each["schema"] for each in answer.get("content", {}).values() if "schema" in each), {})
+        said = _linked(f"`{found['$ref'].rpartition('/')[2]}`") if "$ref" in found else answer["description"]
+        if "text/event-stream" in answer.get("content", {}):
+            said = "server-sent events"
+        statuses.append(f"{status} {said}")
+    yield f"Answers: {'; '.join(_grouped(statuses))}."
+    yield ""
+
+
+def _grouped(statuses: list[str]) -> list[str]:
+    """Put statuses with the same answer together."""
+    by_answer: dict[str, list[str]] = {}
+    for each in statuses:
+        status, _, answer = each.partition(" ")
+        by_answer.setdefault(answer, []).append(status)
+    return [f"{', '.join(found)} {answer}" for answer, found in by_answer.items()]
+
+
+_IN_SPEC = {"JobSpec": "job-spec.md", "RunState": "states-and-events.md"}
+
+
+def _linked(kind: str) -> str:
+    """Turn the name of a schema into a link to where it is described."""
+    out = kind
+    for part in kind.split("`")[1::2]:
+        out = out.replace(f"`{part}`", f"[{part}]({_IN_SPEC.get(part, '#' + part.lower())})")
+    return out
+
+
+def _meaning(field: Schema) -> str:
+    return "; ".join(part for part in (str(field.get("description", "")), _limits(field)) if part)
+
+
+def _problems() -> Iterator[str]:
+    yield "## Errors"
+    yield ""
+    yield (
+        "Every error is RFC 9457 problem details (`application/problem+json`, see [Problem](#problem)): what is wrong "
+        "(`detail`), what to do (`remedy`), and one entry of `faults` per field. `code` is stable."
+    )
+    yield ""
+    yield "| status | code | when |"
+    yield "|---|---|---|"
+    for kind, status in sorted(STATUS.items(), key=lambda each: (each[1], each[0].code)):
+        yield _row(str(status), f"`{kind.code}`", _when(kind))
+    yield ""
+
+
+def _when(kind: type[TwinstepError]) -> str:
+    if kind is TwinstepError:
+        return "The control plane failed on the request; its log says why."
+    return (kind.__doc__ or "").strip().splitlines()[0]
+
+
+def _answers(operations: list[tuple[str, str, Any]], document: Schema) -> set[str]:
+    """Return the names of schemas that answers and report bodies are made of; the job spec has a page of its own."""
+    found: set[str] = set()
+    schemas = document["components"]["schemas"]
+
+    def walk(node: Any) -> None:
+        if isinstance(node, Mapping):
+            name = str(node.get("$ref", "")).rpartition("/")[2]
+            if name and name not in found and name not in _IN_SPEC:
+                found.add(name)
+                walk(schemas[name])
+            for child in node.values():
+                walk(child)
+        elif isinstance(node, list):
+            for child in node:
+                walk(child)
+
+    for _, _, operation in operations:
+        walk(operation.get("responses"))
+        walk(operation.get("requestBody"))
+    return found
+
+
+# ---- states, events, metrics ----
+
+
+def states_page() -> str:
+    """Return the page of run states, the moves between them, events and metrics."""
+    meanings = _member_docs(states, "RunState")
+    meanings |= {
+        "succeeded": "Its worker finished: exit code 0.",
+        "failed": "It ended otherwise, and nobody asked it to; the reason says how.",
+        "cancelled": "It ended because somebody asked it to.",
+    }
+    lines = [
+        NOTE,
+        "# States, events and metrics",
+        "",
+        "A job's state is the state of its newest run. Every move is an event with time, actor and reason, written in "
+        "one transaction with the move; a move that is not in this table is refused. Local runs are never `restarting` "
+        "and never go back to `queued`: those moves are for clusters.",
+        "",
+        "| state | meaning | may become |",
+        "|---|---|---|",
+    ]
+    for state in RunState:
+        after = (
+            ", ".join(f"`{to}`" for to in RunState if to in MOVES[state]) if state not in FINAL else "nothing: final"
+        )
+        lines.append(_row(f"`{state}`", meanings[state.value], after))
+    lines += ["", "## Events", "", "| name | actor | meaning | data |", "|---|---|---|---|"]
+    lines += [_row(f"`{name}`", actor, meaning, data) for name, actor, meaning, data in EVENTS]
+    lines += [
+        "",
+        "## Metrics",
+        "",
+        "Training metrics come every `train.log_every` steps, and at the first and last step; `eval/…` with each "
+        "evaluation. Scores of a dataset's second and later binary tasks have the task's name at the end: "
+        "`eval/auc/TASK`. What is undefined or not finite is null.",
+        "",
+        "| name | meaning |",
+        "|---|---|",
+        *(_row(f"`{name}`", meaning) for name, meaning in METRICS),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _member_docs(module: ModuleType, class_name: str) -> dict[str, str]:
+    """Return the text under each member of an enum, by the member's value."""
+    tree = ast.parse(inspect.getsource(module))
+    body = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == class_name).body
+    found = {}
+    for member, text in itertools.pairwise(body):
+        if isinstance(member, ast.Assign) and isinstance(text, ast.Expr):
+            found[ast.literal_eval(member.value)] = " ".join(ast.literal_eval(text.value).split())
+    return found
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "job-spec.md": job_spec_page,
+    "rest-api.md": rest_api_page,
+    "states-and-events.md": states_page,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
