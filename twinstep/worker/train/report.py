@@ -27,6 +27,7 @@ Phase = Literal["starting", "compiling", "training", "evaluating", "done"]
 SEND_EVERY = 0.25  # seconds; a person watching a chart does not see more
 FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0  # seconds between tries while the control plane is away
 LAST_TRY = 10.0  # seconds that `close` waits for the last records to be taken
+LAST_TRY_AWAY = 1.0  # seconds it waits where nobody answered the last time either
 SPOOL = "spool.jsonl"
 
 
@@ -107,7 +108,7 @@ class SpoolReporter:
         """Wait a while for the last records to be taken; what is not stays in the spool."""
         with self._lock:
             self._spool.close()
-        self._sender.finish(self._seq, timeout=LAST_TRY)
+        self._sender.finish(self._seq)
 
     def _append(self, kind: str, **content: Any) -> None:
         with self._lock:
@@ -129,17 +130,18 @@ class _Sender(threading.Thread):
         self._offset = 0
         self._acked = 0
         self._news = threading.Event()
+        self._away = threading.Event()
         self._end: int | None = None
 
     def wake(self) -> None:
         """Say that the spool grew."""
         self._news.set()
 
-    def finish(self, last_seq: int, *, timeout: float) -> None:
-        """Send up to `last_seq`, for at most `timeout` seconds."""
+    def finish(self, last_seq: int) -> None:
+        """Send up to `last_seq`, for a few seconds at most."""
         self._end = last_seq
         self._news.set()
-        self.join(timeout)
+        self.join(LAST_TRY_AWAY if self._away.is_set() else LAST_TRY)
 
     def run(self) -> None:
         wait = FIRST_WAIT
@@ -149,11 +151,13 @@ class _Sender(threading.Thread):
                 try:
                     sent = self._send_some(client)
                 except (httpx.HTTPError, ValueError, OSError):
+                    self._away.set()
                     # Half a second at first, doubled, never in step with other workers that lost the same server.
                     time.sleep(min(wait, LONGEST_WAIT) * random.uniform(0.5, 1.0))
                     wait *= 2
                     continue
                 wait = FIRST_WAIT
+                self._away.clear()
                 if sent is None:
                     return
                 if not sent and self._end is None:
