@@ -1,0 +1,135 @@
+"""`quality`: held-out AUC and normalised entropy of the example job over seeds, beside scores without parameters.
+
+A seed sets the weights, the order of the samples and nothing else. Training is what `twinstep train` does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from bench.child import ROOT, Child
+from bench.measure import Say, result, seeds_spread
+from twinstep.spec.job import JobSpec
+from twinstep.worker.train import run_spec
+
+EXAMPLE = ROOT / "examples/ml-100k.yaml"
+SEEDS = (0, 1, 2, 3, 4)
+SPLITS = ("time", "user")
+# XLA is soonest done with 400 steps here: eager's are slower, and Inductor's compile takes longer than all of them.
+# tests/system/test_train_backends_agree.py holds the three to one loss curve.
+BACKEND = "xla"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much is run."""
+
+    spec: Mapping[str, Any]
+    seeds: tuple[int, ...] = SEEDS
+    splits: tuple[str, ...] = SPLITS
+    """The first is the one whose scores stand at the top of the result."""
+    backend: str = BACKEND
+
+
+class Trainer:
+    """Trains jobs, one after the other, in a child process."""
+
+    def train(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Train `spec` and return its summary."""
+        return run_spec(JobSpec.model_validate(spec), quiet=True).model_dump(mode="json")
+
+
+def full() -> Size:
+    """Return the example job with all seeds and splits."""
+    spec = yaml.safe_load(EXAMPLE.read_text())
+    spec["train"] = {**spec.get("train", {}), "eval_every": 0}  # scores on the way are not asked for
+    return Size(spec=spec)
+
+
+def run(size: Size | None = None, *, say: Say) -> dict[str, Any]:
+    """Train and return the result.
+
+    Raises:
+        TwinstepError: the dataset is missing, or a run failed.
+    """
+    size = size or full()
+    found: dict[str, list[dict[str, Any]]] = {split: [] for split in size.splits}
+    with tempfile.TemporaryDirectory(prefix="twinstep-bench-") as cache, Child("bench.quality:Trainer", {}) as child:
+        for seed in size.seeds:
+            for split in size.splits:
+                say(f"split by {split}, seed {seed}")
+                spec = job(size, split=split, seed=seed, cache_dir=Path(cache))
+                found[split].append(child.call("train", spec=spec))
+    splits = {split: _scores(summaries) for split, summaries in found.items()}
+    first = splits[size.splits[0]]
+    summary = found[size.splits[0]][0]
+    body = {
+        "auc": first["auc"],
+        "ne": first["ne"],
+        "baselines": first["baselines"],
+        "splits": splits,
+        "seeds": list(size.seeds),
+        "backend": size.backend,
+        "steps": summary["steps"],
+        "parameters": summary["parameters"],
+        "train_s": statistics.median(each["train_s"] for summaries in found.values() for each in summaries),
+        "spec": dict(size.spec),
+    }
+    return result("quality", body, runs=len(size.seeds))
+
+
+def job(size: Size, *, split: str, seed: int, cache_dir: Path) -> dict[str, Any]:
+    """Return the job's spec with a split and a seed, and a compile cache that ends with the benchmark."""
+    spec = dict(size.spec)
+    data, train = dict(spec.get("data", {})), dict(spec.get("train", {}))
+    data["split"] = {**data.get("split", {}), "by": split}
+    train["seed"] = seed
+    return spec | {
+        "data": data,
+        "train": train,
+        "compile": {"backend": size.backend, "cache_dir": str(cache_dir)},
+    }
+
+
+def _scores(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    # The baselines have no seed; those of the first run are those of all. A score is None where one class was seen.
+    return {
+        **{
+            name: seeds_spread([each[name] for each in summaries])
+            for name in ("auc", "ne")
+            if all(each[name] is not None for each in summaries)
+        },
+        "baselines": {name: score["auc"] for name, score in summaries[0]["baselines"].items()},
+        "eval_examples": summaries[0]["eval_examples"],
+    }
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """Return the result as a table for people."""
+    page = Table(
+        title=f"{found['spec']['name']}: held-out scores over {found['runs']} seeds, {found['steps']} steps",
+        caption=f"mean ± standard deviation; trained on {found['backend']}; (…) baselines without parameters",
+    )
+    for name in ("split", "model", "AUC", "AUC least–most", "NE", "NE least–most"):
+        page.add_column(name, justify="left" if name in ("split", "model") else "right")
+    for split, scores in found["splits"].items():
+        cells = []
+        for name in ("auc", "ne"):
+            each = scores.get(name)
+            cells += (
+                [f"{each['mean']:.4f} ± {each['std']:.4f}", f"{each['min']:.4f}–{each['max']:.4f}"]
+                if each
+                else ["–"] * 2
+            )
+        page.add_row(split, "DLRMv3", *cells)
+        for name, auc in scores["baselines"].items():
+            page.add_row(split, f"({name})", "–" if auc is None else f"{auc:.4f}", "", "", "")
+    return page

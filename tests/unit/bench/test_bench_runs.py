@@ -1,0 +1,148 @@
+"""Each benchmark at the smallest size at which it is still itself: real processes, real compiles, real training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bench import quality, recompile, step
+from bench.measure import as_line
+from twinstep.spec.errors import TrainError
+from twinstep.spec.job import JobSpec
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "model": {
+        "embedding_dim": 4, "transducer_dim": 4, "num_layers": 1, "num_heads": 1,
+        "linear_dim": 4, "attention_dim": 4, "hidden_dim": 4,
+    },
+    "data": {"dataset": "synthetic", "synthetic_events": 400, "batch_size": 4, "uih_len": 6, "num_candidates": 2},
+    "optimizers": {"dense": {"kind": "sgd"}, "sparse": {"kind": "sgd"}},
+}  # fmt: skip
+
+
+def shown(page: Any) -> str:
+    console = Console(width=160, record=True, file=None, quiet=False)
+    with console.capture() as capture:
+        console.print(page)
+    return capture.get()
+
+
+def check(found: dict[str, Any]) -> None:
+    """What every result has."""
+    assert {"versions", "cpu", "threads", "runs"} <= set(found)
+    assert json.loads(as_line(found)) == found
+
+
+def test_step_times_its_variants_in_turn_and_holds_them_to_the_same_losses() -> None:
+    said: list[str] = []
+    size = step.Size(spec=TINY, variants=("eager", "xla"), runs=2, steps=2, warmup=1)
+    found = step.run(size, say=said.append)
+    check(found)
+    assert said[-3:] == ["round 1 of 3", "round 2 of 3", "round 3 of 3"]
+    assert found["equal"]
+    assert found["loss_gap"] < 1e-3
+    assert found["ratios"]["eager/xla"] == pytest.approx(found["ms"]["eager"] / found["ms"]["xla"], rel=1e-2)
+    for name in ("eager", "xla"):
+        memory = found["memory_mib"][name]
+        assert 0 < memory["start"] <= memory["compile"] + 1
+        assert found["peak_mib"][name] == memory["steps"]
+    assert found["memory_mib"]["xla"]["compile"] > found["memory_mib"]["eager"]["compile"]
+    assert "xla" in shown(step.table(found))
+
+
+class Answers:
+    """A child's answers, known beforehand: what `Side` makes of them needs no compile."""
+
+    def __init__(self, *, from_cache: bool, compiles: int = 2) -> None:
+        self._answers = {
+            "first": {"seconds": 2.0, "from_cache": from_cache, "nodes": 10},
+            "away": None,
+            "back": {"seconds": 0.5, "compiles": compiles},
+        }
+
+    def call(self, method: str) -> Any:
+        return self._answers[method]
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def side_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **answers: Any) -> recompile.Side:
+    monkeypatch.setattr(recompile.Side, "child", lambda side, cache: Answers(**answers))
+    return recompile.Side(backend="xla", spec=TINY, folder=tmp_path)
+
+
+def test_a_cold_start_that_a_cache_answered_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = side_with(tmp_path, monkeypatch, from_cache=True)
+    with pytest.raises(TrainError, match="cold of xla was answered"):
+        side.cold()
+    assert side.warm_start() == 2.0
+
+
+def test_a_warm_start_that_compiled_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = side_with(tmp_path, monkeypatch, from_cache=False)
+    assert side.cold() == 2.0
+    with pytest.raises(TrainError, match="warm_start of xla was not answered"):
+        side.warm_start()
+
+
+def test_a_known_shape_that_was_compiled_again_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for compiles in (2, 3):
+        side = side_with(tmp_path, monkeypatch, from_cache=False, compiles=compiles)
+        with contextlib.ExitStack() as stack:
+            side.enter(stack)
+            if compiles == 2:
+                assert side.known_shape() == 0.5
+            else:
+                with pytest.raises(TrainError, match="3 programs for two shapes"):
+                    side.known_shape()
+
+
+def test_quality_trains_each_seed_on_each_split() -> None:
+    spec = {**TINY, "train": {"steps": 2}}
+    found = quality.run(quality.Size(spec=spec, seeds=(0, 1), backend="eager"), say=lambda text: None)
+    check(found)
+    assert set(found["splits"]) == {"time", "user"}
+    for scores in found["splits"].values():
+        assert len(scores["auc"]["values"]) == 2
+        assert scores["auc"]["min"] <= scores["auc"]["mean"] <= scores["auc"]["max"]
+        assert set(scores["baselines"]) == {"item_mean", "popularity"}
+    assert found["auc"] == found["splits"]["time"]["auc"]
+    assert found["auc"]["std"] > 0
+    assert "(item_mean)" in shown(quality.table(found))
+
+
+def test_the_specs_of_the_benchmarks_are_valid_jobs() -> None:
+    for spec in (step.SPEC, recompile.SPEC, quality.full().spec):
+        JobSpec.model_validate(spec)
+    assert quality.full().spec["data"]["dataset"] == "ml-100k"
+
+
+@pytest.mark.slow
+def test_step_and_recompile_run_with_every_variant() -> None:
+    found = step.run(step.Size(spec=TINY, runs=1, steps=1, warmup=1), say=lambda text: None)
+    assert found["equal"]
+    assert set(found["ratios"]) == {"eager/inductor", "torch_compile/inductor", "eager/xla"}
+    assert set(found["peak_mib"]) == set(step.VARIANTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inductor", "xla"])
+def test_recompile_tells_a_cold_start_from_a_warm_one_from_a_known_shape(backend: str) -> None:
+    found = recompile.run(recompile.Size(spec=TINY, backends=(backend,), runs=1, warmup=0), say=lambda text: None)
+    check(found)
+    seconds = found["seconds"][backend]
+    assert seconds["known_shape"] < seconds["warm_start"] < seconds["cold"]
+    assert found["ratios"]["known_shape/cold"][backend] < 0.1
+    assert set(found["ratios"]) == {"known_shape/cold", "warm_start/cold"}
+    assert found["process_s"][backend]["cold"] > seconds["cold"]
+    assert "known_shape" in shown(recompile.table(found))
