@@ -189,6 +189,23 @@ def test_a_runner_refuses_other_structures_shapes_and_dtypes_and_keeps_the_state
     assert not torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize("target", ["inductor", "xla"])
+def test_a_runner_alone_trains_and_brings_the_live_model_up_to_date(target: Any) -> None:
+    models = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if compiled:
+            runner = twinstep.compile(step, model, optimizer, batch(4), target=target)
+            runner(batch(4))
+            runner.pull()
+        else:
+            step(model, optimizer, batch(4))
+        models.append(model.state_dict())
+    torch.testing.assert_close(models[0], models[1])
+
+
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model, other = nn.Linear(3, 1), nn.Linear(3, 1)
     with pytest.raises(CompileError, match="not the model's"):

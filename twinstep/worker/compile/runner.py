@@ -78,12 +78,12 @@ class Runner:
     """
 
     def __init__(
-        self, program: Program, captured: Captured, state: TrainState, key: CompileKey, batch_spec: pytree.TreeSpec
+        self, program: Program, captured: Captured, lifted: _Lifted, key: CompileKey, batch_spec: pytree.TreeSpec
     ) -> None:
         self.key = key
         self.captured = captured
         self._program = program
-        self._state = state
+        self._lifted = lifted
         self._batch_spec = batch_spec
 
     def __call__(self, batch: Any) -> Any:
@@ -103,8 +103,12 @@ class Runner:
                     f"batch leaf {path} is {list(leaf.shape)} {leaf.dtype}, compiled for {list(shape)} {dtype}",
                     remedy="pad to the compiled shape, or call the StepCompiler, which compiles again",
                 )
-        outputs = self._program(self._state.learning_rates(), leaves)
+        outputs = self._program(self._lifted.state.learning_rates(), leaves)
         return self.captured.outputs.rebuild(outputs)
+
+    def pull(self) -> None:
+        """Bring the live model and optimizers up to date; with backends that work in place, nothing is to do."""
+        self._lifted.backend.pull()
 
 
 class StepCompiler:
@@ -179,7 +183,7 @@ class StepCompiler:
         capture_seconds = time.perf_counter() - started
         program = lifted.backend.lower(captured)
         seconds = time.perf_counter() - started
-        runner = Runner(program, captured, lifted.state, key, batch_leaves(batch)[2])
+        runner = Runner(program, captured, lifted, key, batch_leaves(batch)[2])
         event = CompileEvent(
             name="compiled" if self._last is None else "recompiled",
             reason=why,
