@@ -119,3 +119,34 @@ def test_a_child_that_ends_is_an_error_and_not_a_hang(capfd: pytest.CaptureFixtu
             with pytest.raises(UnavailableError, match="ended with code"):
                 child.call("encode", o=1)
     assert "NoSuchClass" in capfd.readouterr().err
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
+    """Let a script take the place of the interpreter that `all` starts each benchmark with."""
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(command.sys, "executable", str(path))
+
+
+def test_all_writes_what_each_benchmark_found_in_one_form(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch, tmp_path, 'echo "table of $3"; echo "{\\"b\\": 1, \\"a\\": \\"$3\\"}"')
+    assert command.run_all(as_json=True, results=tmp_path / "results") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[:-1] == [f"table of {name}" for name in command.BENCHES]
+    assert set(json.loads(out[-1])) == set(command.BENCHES)
+    for name in command.BENCHES:
+        assert (tmp_path / f"results/{name}.json").read_text() == f'{{\n  "a": "{name}",\n  "b": 1\n}}\n'
+
+
+def test_all_goes_on_where_one_fails_and_keeps_its_old_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch, tmp_path, '[ "$3" = step ] && exit 1; echo "{}"')
+    (tmp_path / "step.json").write_text("old")
+    assert command.run_all(as_json=False, results=tmp_path) == 1
+    assert (tmp_path / "step.json").read_text() == "old"
+    assert (tmp_path / "quality.json").read_text() == "{}\n"
+    assert "step failed" in capsys.readouterr().err
