@@ -23,9 +23,9 @@ from twinstep.worker.train import run_spec
 EXAMPLE = ROOT / "examples/ml-100k.yaml"
 SEEDS = (0, 1, 2, 3, 4)
 SPLITS = ("time", "user")
-# XLA is soonest done with 400 steps here: eager's are slower, and Inductor's compile takes longer than all of them.
+# At this size a step takes about as long on each backend, so the one that compiles nothing is done first.
 # tests/system/test_train_backends_agree.py holds the three to one loss curve.
-BACKEND = "xla"
+BACKEND = "eager"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
