@@ -146,7 +146,7 @@ def test_the_specs_of_the_benchmarks_are_valid_jobs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # several cold compiles, one after the other
-def test_step_and_recompile_run_with_every_variant() -> None:
+def test_step_runs_with_every_variant_and_they_agree() -> None:
     found = step.run(step.Size(spec=TINY, runs=1, steps=1, warmup=1), say=lambda text: None)
     assert found["equal"]
     assert set(found["ratios"]) == {"eager/inductor", "torch_compile/inductor", "eager/xla"}
