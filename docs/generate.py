@@ -56,6 +56,7 @@ EVENTS = (
         "Held-out data was scored.",
         "`step`, `seconds`, `auc`, `ne`, `calibration`, `log_loss`",
     ),
+    ("graph_saved", "worker", "The captured graph was written to the run's directory (debug.save_graph).", "`file`"),
     ("stopped", "worker", "The worker ended because it was told to (SIGTERM, Ctrl-C).", "`step`"),
     ("failed", "worker", "The worker ended with an error; the reason is the error.", "`code`, `step`"),
     (

@@ -127,3 +127,34 @@ def test_sigterm_ends_a_run_between_steps_and_says_so(tmp_path: Path) -> None:
 def test_the_same_seed_gives_the_same_curve_bit_for_bit(tmp_path: Path, eager_curve: list[float]) -> None:
     _, records = run(tmp_path, "eager")
     assert losses(records) == eager_curve
+
+
+def test_a_saved_graph_stands_beside_the_runs_files_and_the_time_of_compiling_apart(tmp_path: Path) -> None:
+    spec = yaml.safe_load((ROOT / "examples/smoke.yaml").read_text())
+    spec |= {"compile": {"backend": "xla", "cache": False}, "train": {"steps": 2}, "debug": {"save_graph": True}}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    found = subprocess.run(
+        [sys.executable, "-m", "twinstep", "train", str(tmp_path / "spec.yaml"), "--json"],
+        env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    summary = json.loads(found.stdout)["summary"]
+    assert summary["compile_s"] > 0
+    graphs = list(tmp_path.glob("graph-*.txt"))
+    assert len(graphs) == 1
+    assert "torch.ops.aten.mul.Tensor" in graphs[0].read_text()
+
+
+def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("name: a\ndata: {dataset: synthetic}\n")
+    code = (
+        f"import sys; sys.modules['torch'] = None; sys.argv = ['twinstep', 'train', {str(tmp_path / 'spec.yaml')!r}]\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code + "from twinstep.cli import main; main()"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert found.returncode == 2
+    assert "torch" in found.stderr
+    assert "pip install" in found.stderr
+    assert "Traceback" not in found.stderr

@@ -59,18 +59,19 @@ def up(
 def train(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
     """Run a job spec on this machine, without a control plane."""
     spec = read_spec(spec_path)
+    from twinstep.worker.train import run_spec
+
+    # With --json, standard output is for the one result alone.
+    screen = console(stderr=as_json)
     try:
-        from twinstep.worker.train import run_spec
-    except ModuleNotFoundError as error:
+        summary = run_spec(spec, console=screen, quiet=as_json)
+    except ModuleNotFoundError as error:  # torch and the rest are imported inside
         if error.name is None or error.name.split(".")[0] == "twinstep":
             raise
         raise UnavailableError(
             f"training needs the package {error.name}, which is not installed here",
             remedy="pip install 'twinstep[worker,data]', or submit the job to a control plane that has them",
         ) from None
-    # With --json, standard output is for the one result alone.
-    screen = console(stderr=as_json)
-    summary = run_spec(spec, console=screen, quiet=as_json)
     if as_json:
         print_json({"summary": summary.model_dump(mode="json")})
     else:

@@ -67,13 +67,19 @@ def test_a_hyperparameter_that_is_built_in_compiles_again() -> None:
     assert "eps=0.001" in events[1].reason
 
 
-def test_turning_training_off_compiles_again() -> None:
+def test_a_changed_setting_of_a_module_compiles_again_and_is_named() -> None:
     events: list[CompileEvent] = []
-    model, _, compiled = compiler(events)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = StepCompiler(step, model, optimizer, backend="xla", on_event=events.append)
+    compiled(batch(2))
+    model[0].p = 0.5
     compiled(batch(2))
     model.eval()
     compiled(batch(2))
-    assert events[1].reason == "training True → False"
+    assert events[1].reason == "0.p 0.0 → 0.5"
+    assert events[2].reason == "training True → False, 0.training True → False, 1.training True → False"
 
 
 def test_programs_in_memory_are_bounded() -> None:
@@ -93,7 +99,7 @@ def test_a_change_in_any_field_of_the_key_misses_and_has_a_reason() -> None:
         "state": (*key.state[:-1], (key.state[-1][0], (7,), "float32")),
         "batch": (),
         "hyperparameters": key.hyperparameters[1:],
-        "training": False,
+        "modules": (("training", "False"),),
         "backend": "inductor",
         "step": "0",
         "threads": 99,
@@ -241,3 +247,26 @@ def test_making_optimizer_state_moves_nothing() -> None:
     assert torch.equal(model.weight, before)
     assert torch.equal(model.weight.grad, torch.full_like(model.weight, 7.0))
     assert all(float(entry["step"]) == 0 for entry in optimizer.state.values())
+
+
+def masked_by_index(model: nn.Module, optimizer: Any, given: tuple[Tensor, Tensor]) -> Tensor:
+    return model(given[0])[given[1] > 0].sum()
+
+
+def unique_values(model: nn.Module, optimizer: Any, given: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.unique(given[1]).sum() + model(given[0]).sum()
+
+
+@pytest.mark.parametrize("backend", ["inductor", "xla"])
+@pytest.mark.parametrize(("train_step", "line"), [(masked_by_index, "> 0]"), (unique_values, "torch.unique")])
+def test_a_shape_that_depends_on_data_is_refused_with_the_users_line(train_step: Any, line: str, backend: str) -> None:
+    _, _, compiled = compiler([], train_step, backend=backend)
+    with pytest.raises(CaptureError, match="shape depends") as caught:
+        compiled(batch(2))
+    assert line in caught.value.problem
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(CompileError, match="closure"):
+        StepCompiler(step, model, torch.optim.LBFGS(model.parameters()), backend="xla")

@@ -142,7 +142,7 @@ class Reconciler:
         started = run.state in _HOLDS_A_SLOT
         if started:
             self._drain(run.id, after=run.acked_seq, skip_gaps=True)
-        if to is RunState.FAILED and started and (line := self._backend.last_line(run.id)):
+        if to is RunState.FAILED and started and sight.stopped is None and (line := self._backend.last_line(run.id)):
             reason = f"{reason}: {line}"
         # Reports may have moved it since it was loaded (starting → running), and that is no reason to wait.
         now = self._store.run(run.id)

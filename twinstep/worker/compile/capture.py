@@ -113,14 +113,14 @@ def capture(
     leaves, _, batch_spec = batch_leaves(batch)
     num_state, num_rates = len(state.slots), len(state.learning_rates())
     found: list[OutputTree] = []
-    scalars = _ScalarReads()
+    lines = _UserLines()
 
     def flat_step(*inputs: Tensor) -> list[Tensor]:
         tensors, rates = inputs[:num_state], inputs[num_state : num_state + num_rates]
         given = pytree.tree_unflatten(list(inputs[num_state + num_rates :]), batch_spec)
         with state.swapped(tensors, rates) as swapped:
             arguments = (state.model, given) if optimizer is None else (state.model, optimizer, given)
-            with torch.set_grad_enabled(True), scalars:
+            with torch.set_grad_enabled(True), lines:
                 result = train_step(*arguments)
             tree, outputs = _split_outputs(result)
             found[:] = [tree]
@@ -128,7 +128,7 @@ def capture(
 
     example = [*state.tensors(), *state.learning_rates(), *leaves]
     first = _first_trace(flat_step, example)
-    scalars.mark(first)
+    lines.mark(first)
     run_passes(first, FIRST_TRACE_PASSES)
     _refuse_scalars(first)
     second = make_fx(
@@ -179,22 +179,33 @@ def _split_outputs(result: Any) -> tuple[OutputTree, list[Tensor]]:
     return OutputTree(spec, tuple(constants)), tensors
 
 
-class _ScalarReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes where the user's code, or an optimizer, reads a number out of a tensor; the trace itself keeps no lines."""
+class _UserLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Knows the user's line of what a graph cannot hold; the trace itself keeps no lines.
+
+    A shape that depends on data is refused where it arises; where a number is read out of a tensor is noted, since
+    an optimizer may do so and be helped by a pass.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._places: list[str] = []
+        self._reads: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            self._places.append(_users_place(traceback.extract_stack()))
-        return func(*args, **(kwargs or {}))
+            self._reads.append(_users_place(traceback.extract_stack()))
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor) and any(isinstance(size, torch.SymInt) for size in each.shape):
+                raise CaptureError(
+                    f"a shape depends on a tensor's values ({func}){_users_place(traceback.extract_stack())}",
+                    remedy="keep shapes fixed: torch.where with a mask instead of indexing by it, padding, buckets",
+                )
+        return result
 
     def mark(self, graph: fx.GraphModule) -> None:
         """Write each place into the meta of its node; nodes stand in the order of the reads."""
         reads = [node for node in graph.graph.nodes if node.target is torch.ops.aten._local_scalar_dense.default]
-        for node, place in zip(reads, self._places, strict=False):
+        for node, place in zip(reads, self._reads, strict=False):
             node.meta["place"] = place
 
 

@@ -5,8 +5,11 @@ Inductor's code asserts sizes and strides at each call but not dtypes; the Runne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +35,9 @@ class InductorBackend:
 
     name = "inductor"
 
-    def __init__(self, state: TrainState, *, cache: bool) -> None:
+    def __init__(self, state: TrainState, *, cache_dir: Path | None) -> None:
         self._state = state
-        self._cache = cache
+        self._cache_dir = cache_dir
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """Return the table Inductor expects its graphs to be decomposed with."""
@@ -55,7 +58,8 @@ class InductorBackend:
             with (
                 tracing(TracingContext(mode)),
                 # Random ops as ATen's, so that one seed gives eager's dropout masks.
-                config.patch(fx_graph_cache=self._cache, fallback_random=True),
+                config.patch(fx_graph_cache=self._cache_dir is not None, fallback_random=True),
+                _directory(self._cache_dir),
             ):
                 FakeTensorProp(graph, mode).propagate(*captured.example)
                 compiled = compile_fx_inner(graph, fakes)
@@ -69,6 +73,22 @@ class InductorBackend:
 
     def pull(self) -> None:
         """Do nothing: the live tensors are the state."""
+
+
+@contextlib.contextmanager
+def _directory(cache_dir: Path | None) -> Iterator[None]:
+    """Let Inductor write to `cache_dir` for the length of a block; it reads the place from the environment."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    if cache_dir is not None:
+        os.environ[name] = str(cache_dir)
+    try:
+        yield
+    finally:
+        if cache_dir is not None:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before
 
 
 @dataclass(frozen=True, slots=True)

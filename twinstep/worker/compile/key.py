@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from twinstep.worker.compile.state import TrainState
 
@@ -31,8 +31,8 @@ class CompileKey:
     """Path, shape and dtype of every batch leaf."""
     hyperparameters: tuple[str, ...]
     """Optimizer settings that are built into the program (betas, eps, …); learning rates are not."""
-    training: bool
-    """Whether the model is in training mode: dropout, batch statistics."""
+    modules: tuple[tuple[str, str], ...]
+    """Plain attributes of every module, which its forward may read: `training`, a dropout's `p`, a norm's `eps`."""
     backend: str
     step: str
     """Digest of the train step's and the model's code."""
@@ -58,10 +58,11 @@ def reason(before: CompileKey | None, now: CompileKey) -> str:
 
 
 def _difference(field: str, old: Any, new: Any) -> str:
-    if field in ("sizes", "versions"):
+    if field in ("sizes", "versions", "modules"):
         was, is_now = dict(old), dict(new)
         changed = [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]
-        return ", ".join(f"{name} {was.get(name, 'none')} → {is_now.get(name, 'none')}" for name in changed)
+        shown = [f"{name} {was.get(name, 'none')} → {is_now.get(name, 'none')}" for name in changed[:3]]
+        return ", ".join(shown) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     if field in ("state", "batch"):
         was_info = {name: (shape, dtype) for name, shape, dtype in old}
         now_info = {name: (shape, dtype) for name, shape, dtype in new}
@@ -111,6 +112,19 @@ def code_digest(*functions: Any) -> str:
 def _plain(constants: tuple[Any, ...]) -> list[Any]:
     """Keep constants whose text is the same in every process; an object's text holds its address."""
     return [each for each in constants if isinstance(each, bool | int | float | str | bytes | None)]
+
+
+def module_settings(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return the plain attributes of every module by path; a change of one may change the program, not a shape."""
+    return tuple(
+        (f"{path}.{name}" if path else name, repr(value))
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in _PLAIN
+    )
+
+
+_PLAIN = (bool, int, float, str, tuple)
 
 
 def versions(names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:

@@ -23,6 +23,7 @@ from twinstep.worker.compile.key import (
     CompileKey,
     code_digest,
     cpu_threads,
+    module_settings,
     named_sizes,
     reason,
     state_info,
@@ -150,6 +151,7 @@ class StepCompiler:
         # Eager steps live on the model and the optimizers themselves; nothing is lifted out.
         self._lifted = None if backend == "eager" else _Lifted.of(model, optimizer, backend, cache_dir)
         self._code = code_digest(train_step, *(type(module).forward for module in model.modules()))
+        self._versions = versions(_STACK[backend])
 
     def __call__(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Any:
         """Run one step, compiling first at a key not seen before; `sizes` names the batch's sizes for the reason."""
@@ -211,11 +213,11 @@ class StepCompiler:
             state=state_info(state),
             batch=tuple(tensor_info(path, leaf) for path, leaf in zip(paths, leaves, strict=True)),
             hyperparameters=state.hyperparameters(),
-            training=self._model.training,
+            modules=module_settings(self._model),
             backend=self.backend_name,
             step=self._code,
             threads=cpu_threads(),
-            versions=versions(_STACK[self.backend_name]),
+            versions=self._versions,
         )
 
     def pull(self) -> None:
@@ -269,7 +271,7 @@ class _Lifted:
         if name == "inductor":
             from twinstep.worker.compile.inductor import InductorBackend
 
-            return cls(state, InductorBackend(state, cache=cache_dir is not None))
+            return cls(state, InductorBackend(state, cache_dir=cache_dir and cache_dir / "inductor"))
         from twinstep.worker.compile.xla import XlaBackend
 
         return cls(state, XlaBackend(state, cache_dir=cache_dir and cache_dir / "xla"))

@@ -221,6 +221,11 @@ def materialise(key: str, optimizer: Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     try:
         optimizer.step()
+    except TypeError as error:
+        raise CompileError(
+            f"optimizer {key!r} ({type(optimizer).__name__}) wants a closure, which one graph cannot hold: {error}",
+            remedy="use SGD, Adam, AdamW, Adagrad, RMSprop or RowWiseAdagrad",
+        ) from error
     finally:
         with torch.no_grad():
             for parameter, value, gradient in zip(parameters, before, gradients, strict=True):

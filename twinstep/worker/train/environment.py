@@ -67,7 +67,6 @@ def prepare_environment(spec: JobSpec) -> None:
                 f"the compile cache {directory} cannot be made: {error.strerror}",
                 remedy="set compile.cache_dir to a directory that can be written, or compile.cache: false",
             ) from error
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory / "inductor")
 
 
 def cache_directory(spec: JobSpec) -> Path | None:

@@ -14,7 +14,7 @@ import torch
 from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import BaselineScore, RunSummary
-from twinstep.worker.compile import CompileEvent, StepCompiler
+from twinstep.worker.compile import CompileEvent, Runner, StepCompiler
 from twinstep.worker.data.baselines import baseline_aucs
 from twinstep.worker.data.batch import Batch, BatchStats
 from twinstep.worker.data.datasets import load_dataset
@@ -79,6 +79,7 @@ class Trainer:
         }
         self._examples, self._tokens = 0, 0
         self._last_loss = math.nan
+        self._saved_graphs: set[str] = set()
         self._speed = _Speed()
         self._last_progress = 0.0
 
@@ -101,6 +102,8 @@ class Trainer:
 
     def _one_step(self, batch: Batch, stats: BatchStats) -> None:
         program = self._compiler.program(batch, sizes=self._sizes)
+        if self.spec.debug.save_graph and isinstance(program, Runner) and program.key.digest not in self._saved_graphs:
+            self._save_graph(program)
         started = time.perf_counter()
         output = program(batch)
         loss = float(output.loss)  # waits for the step
@@ -116,6 +119,14 @@ class Trainer:
                 remedy="lower optimizers.dense.lr, set train.clip_norm, or set debug.stop_on_nonfinite: false",
             )
         self._tell(output, stats, seconds)
+
+    def _save_graph(self, program: Runner) -> None:
+        """Write the captured graph as text, named by its key, beside the run's files, or here for a run by hand."""
+        path = (self._run_dir or Path.cwd()) / f"graph-{program.key.digest}.txt"
+        path.write_text(program.captured.text, encoding="utf-8")
+        self._saved_graphs.add(program.key.digest)
+        self._reporter.event("graph_saved", f"the captured graph is in {path.name}", {"file": path.name})
+        self._view.say(f"captured graph: {path}")
 
     def _tell(self, output: Any, stats: BatchStats, seconds: float) -> None:
         """Report a step's numbers and where the run is."""
