@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
 
 
 @dataclass
@@ -100,3 +102,82 @@ def twinstep(plane: Plane) -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+CHROMIUM = Path(os.environ.get("TWINSTEP_CHROMIUM", "/usr/bin/chromium"))
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "dashboard.png"
+ARGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+SOON = 15_000  # milliseconds a busy machine may take for what takes half a second
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    if not CHROMIUM.exists():
+        pytest.skip(f"no Chromium at {CHROMIUM}; TWINSTEP_CHROMIUM names another")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=ARGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page that may ask only this machine, and must not complain."""
+    context = browser.new_context(viewport={"width": 1320, "height": 900})
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.set_default_timeout(SOON)
+    complaints: list[str] = []
+    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
+    hosts: set[str | None] = set()
+    page.on("request", lambda request: hosts.add(urlsplit(request.url).hostname))
+    page.on("websocket", lambda socket: hosts.add(urlsplit(socket.url).hostname))
+    yield page
+    context.close()
+    # A page that is left behind gives up what it was loading: no complaint.
+    assert [said for said in complaints if "status of 404" not in said and not said.startswith("failed: ")] == []
+    assert hosts - {None} <= {"127.0.0.1"}
+
+
+@dataclass
+class Charts:
+    """What the charts of a page hold and show."""
+
+    page: Page
+
+    def points(self, chart: int, line: int = 0) -> list[list[float]]:
+        """Return the points that ECharts itself holds."""
+        return self.page.evaluate(  # type: ignore[no-any-return]
+            """([chart, line]) => {
+                const element = document.querySelectorAll('.tw-chart')[chart];
+                return getElement(Number(element.id.slice(1))).chart.getOption().series[line].data;
+            }""",
+            [chart, line],
+        )
+
+    def painted(self, chart: int) -> int:
+        """Return how many pixels of a chart's canvas are not empty."""
+        return self.page.evaluate(  # type: ignore[no-any-return]
+            """(chart) => {
+                const canvas = document.querySelectorAll('.tw-chart')[chart].querySelector('canvas');
+                const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+                return data.filter((value, index) => index % 4 === 3 && value > 0).length;
+            }""",
+            chart,
+        )
+
+
+@pytest.fixture
+def charts(page: Page) -> Charts:
+    return Charts(page)

@@ -1,89 +1,15 @@
-"""The pages in a real browser: from the list to a finished run's charts, live updates, cancel, hostile text, paging.
-
-TWINSTEP_KEEP_PICTURE=1 writes docs/images/dashboard.png from the finished run.
-"""
+"""The pages in a real browser: from the list to a run's charts, live updates, cancel, hostile text, paging."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
-CHROMIUM = Path(os.environ.get("TWINSTEP_CHROMIUM", "/usr/bin/chromium"))
-PICTURE = Path(__file__).parents[2] / "docs" / "images" / "dashboard.png"
-ARGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 SOON = 15_000  # milliseconds a busy machine may take for what takes half a second
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"no Chromium at {CHROMIUM}; TWINSTEP_CHROMIUM names another"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=ARGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A page that may ask only this machine, and must not complain."""
-    context = browser.new_context(viewport={"width": 1320, "height": 900})
-    context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page = context.new_page()
-    page.set_default_timeout(SOON)
-    complaints: list[str] = []
-    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
-    hosts: set[str | None] = set()
-    page.on("request", lambda request: hosts.add(urlsplit(request.url).hostname))
-    page.on("websocket", lambda socket: hosts.add(urlsplit(socket.url).hostname))
-    yield page
-    context.close()
-    # A page that is left behind gives up what it was loading: no complaint.
-    assert [said for said in complaints if "status of 404" not in said and not said.startswith("failed: ")] == []
-    assert hosts - {None} <= {"127.0.0.1"}
-
-
-def series(page: Page, chart: int, line: int = 0) -> list[list[float]]:
-    """Return the points that ECharts itself holds."""
-    return page.evaluate(  # type: ignore[no-any-return]
-        """([chart, line]) => {
-            const element = document.querySelectorAll('.tw-chart')[chart];
-            return getElement(Number(element.id.slice(1))).chart.getOption().series[line].data;
-        }""",
-        [chart, line],
-    )
-
-
-def painted(page: Page, chart: int) -> int:
-    """Return how many pixels of a chart's canvas are not empty."""
-    return page.evaluate(  # type: ignore[no-any-return]
-        """(chart) => {
-            const canvas = document.querySelectorAll('.tw-chart')[chart].querySelector('canvas');
-            const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
-            return data.filter((value, index) => index % 4 === 3 && value > 0).length;
-        }""",
-        chart,
-    )
+pytestmark = pytest.mark.browser
 
 
 def test_the_empty_list_says_how_to_submit_and_a_new_job_appears_by_itself(plane: Any, page: Page) -> None:
@@ -96,7 +22,7 @@ def test_the_empty_list_says_how_to_submit_and_a_new_job_appears_by_itself(plane
     expect(page.locator(".tw-chip").first).to_have_text("succeeded", timeout=SOON)
 
 
-def test_from_the_list_to_a_finished_run_and_its_charts(plane: Any, page: Page) -> None:
+def test_from_the_list_to_a_finished_run_and_its_charts(plane: Any, page: Page, charts: Any) -> None:
     job = plane.submit("good-demo")
     plane.when(job["id"], "succeeded")
     page.goto(plane.url)
@@ -113,11 +39,11 @@ def test_from_the_list_to_a_finished_run_and_its_charts(plane: Any, page: Page) 
     assert box is not None
     assert box["width"] > 250
     assert box["height"] > 150
-    assert [point[0] for point in series(page, 0)] == list(range(1, 61))
-    assert [point[0] for point in series(page, 1)] == [20, 40, 60]
-    assert [point[0] for point in series(page, 1, 1)] == [20, 40, 60]
-    assert len(series(page, 2)) == 60
-    assert min(painted(page, chart) for chart in range(3)) > 1000
+    assert [point[0] for point in charts.points(0)] == list(range(1, 61))
+    assert [point[0] for point in charts.points(1)] == [20, 40, 60]
+    assert [point[0] for point in charts.points(1, 1)] == [20, 40, 60]
+    assert len(charts.points(2)) == 60
+    assert min(charts.painted(chart) for chart in range(3)) > 1000
     for shown in ("AUC of item mean", "0.7012", "AUC of popularity", "0.6011", "0.9250", "recompiled · 1.2 s"):
         expect(page.get_by_text(shown, exact=True).first).to_be_visible()
     expect(page.locator(".tw-log")).to_contain_text("step 60 loss")
@@ -125,26 +51,18 @@ def test_from_the_list_to_a_finished_run_and_its_charts(plane: Any, page: Page) 
     page.get_by_role("button", name="Copy").click()
     expect(page.get_by_text("Spec copied")).to_be_visible()
     assert page.evaluate("navigator.clipboard.readText()").startswith("name: good-demo\nmodel:\n")
-    if os.environ.get("TWINSTEP_KEEP_PICTURE"):
-        page.reload()  # without the note of the copy, and scrolled to the top
-        expect(page.locator(".tw-log")).to_contain_text("step 60 loss")
-        page.wait_for_timeout(1000)
-        page.evaluate("window.scrollTo(0, 0)")
-        page.wait_for_timeout(300)
-        PICTURE.parent.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=PICTURE, full_page=True)
 
 
-def test_a_running_job_moves_by_itself_and_is_cancelled_from_its_page(plane: Any, page: Page) -> None:
+def test_a_running_job_moves_by_itself_and_is_cancelled_from_its_page(plane: Any, page: Page, charts: Any) -> None:
     job = plane.submit("slow-live")
     page.goto(f"{plane.url}/jobs/{job['id']}")
     expect(page.locator(".tw-chip")).to_have_text("running")
     page.wait_for_function("document.querySelector('.tw-chart canvas') !== null")
     page.wait_for_timeout(1500)
-    before = len(series(page, 0))
+    before = len(charts.points(0))
     expect(page.get_by_text("Training", exact=True).first).to_be_visible()
     page.wait_for_timeout(2500)
-    assert len(series(page, 0)) > before > 0
+    assert len(charts.points(0)) > before > 0
     page.get_by_role("button", name="Cancel", exact=True).click()
     page.get_by_role("button", name="Keep running").click()
     expect(page.get_by_role("button", name="Keep running")).to_be_hidden()

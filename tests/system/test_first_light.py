@@ -1,4 +1,7 @@
-"""The whole path with nothing standing in: a spec over REST, a real worker, a control plane killed meanwhile."""
+"""The whole path with nothing standing in: a spec over REST, a real worker, a control plane killed meanwhile.
+
+TWINSTEP_KEEP_PICTURE=1 writes docs/images/dashboard.png from the finished run's page.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
+PICTURE = ROOT / "docs/images/dashboard.png"
 STEPS = 150
 
 
@@ -61,9 +65,9 @@ class Server:
             after = page["next_after"]
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    found = Server(tmp_path / "data")
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    found = Server(tmp_path_factory.mktemp("first-light") / "data")
     yield found
     found.end()
 
@@ -77,29 +81,37 @@ def wait_for(what: Any, *, seconds: float) -> Any:
     raise AssertionError("waited in vain")
 
 
-def test_a_killed_control_plane_loses_no_point_and_no_event_of_a_real_run(server: Server) -> None:
+@pytest.fixture(scope="module")
+def finished(server: Server) -> dict[str, Any]:
+    """A real job that succeeded although its control plane was killed twice meanwhile."""
     spec = yaml.safe_load((ROOT / "examples/ml-100k.yaml").read_text())
     spec["compile"] = {"backend": "xla", "cache": False}
-    spec["train"] = {"steps": STEPS, "eval_every": 50, "eval_batches": 10}
+    spec["train"] = {"steps": STEPS, "eval_every": 30, "eval_batches": 20}
     job_id = server.http.post("/v1/jobs", json=spec).raise_for_status().json()["id"]
-    job_path = f"/v1/jobs/{job_id}"
 
-    def steps() -> int:
-        progress = server.http.get(job_path).json()["progress"]
-        return progress["step"] if progress else 0
+    def at_step(step: int) -> bool | None:
+        progress = server.http.get(f"/v1/jobs/{job_id}").json()["progress"]
+        return True if progress and progress["step"] >= step else None
 
-    for at in (1, 60):  # once after the compile, once in the middle
-        wait_for(lambda at=at: True if steps() >= at else None, seconds=120)
+    for step in (1, 60):  # once after the compile, once in the middle
+        wait_for(lambda step=step: at_step(step), seconds=150)
         server.kill()
         time.sleep(1.0)
         server.start()
 
     def ended() -> dict[str, Any] | None:
-        job: dict[str, Any] = server.http.get(job_path).json()
+        job: dict[str, Any] = server.http.get(f"/v1/jobs/{job_id}").json()
         return job if job["state"] in ("succeeded", "failed", "cancelled") else None
 
-    job = wait_for(ended, seconds=180)
+    job: dict[str, Any] = wait_for(ended, seconds=180)
     assert job["state"] == "succeeded", job["reason"]
+    return job
+
+
+def test_a_killed_control_plane_loses_no_point_and_no_event_of_a_real_run(
+    server: Server, finished: dict[str, Any]
+) -> None:
+    job, job_path = finished, f"/v1/jobs/{finished['id']}"
     runs = server.http.get(f"{job_path}/runs").json()["items"]
     assert len(runs) == 1
     run_dir = server.data_dir / "runs" / runs[0]["id"]
@@ -117,6 +129,28 @@ def test_a_killed_control_plane_loses_no_point_and_no_event_of_a_real_run(server
     assert names.count("state_changed") == 4  # pending → queued → starting → running → succeeded, each once
     assert job["summary"]["auc"] > 0.5
     assert job["summary"]["steps"] == STEPS
+
+
+@pytest.mark.browser
+def test_a_person_clicks_from_the_list_to_the_finished_run_and_finds_its_charts(
+    server: Server, finished: dict[str, Any], page: Any, charts: Any
+) -> None:
+    from playwright.sync_api import expect
+
+    page.goto(str(server.http.base_url))
+    row = page.locator(f"[data-job={finished['id']}]")
+    expect(row).to_contain_text(f"{STEPS} / {STEPS}")
+    expect(row).to_contain_text(f"{finished['summary']['auc']:.4f}")
+    row.click(position={"x": 700, "y": 20})
+    expect(page.locator(".tw-chart canvas")).to_have_count(3)
+    page.wait_for_timeout(1000)
+    assert [point[0] for point in charts.points(0)] == list(range(1, STEPS + 1))
+    assert [point[0] for point in charts.points(1)] == list(range(30, STEPS + 1, 30))
+    assert min(charts.painted(chart) for chart in range(3)) > 1000
+    expect(page.get_by_text("AUC of item mean", exact=True).first).to_be_visible()
+    if os.environ.get("TWINSTEP_KEEP_PICTURE"):
+        PICTURE.parent.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=PICTURE, full_page=True)
 
 
 BAD_SPECS = {
@@ -137,6 +171,8 @@ def test_bad_specs_are_refused_alike_by_rest_and_by_the_command_and_leave_nothin
     server: Server, tmp_path: Path
 ) -> None:
     url = str(server.http.base_url)
+    jobs = server.http.get("/v1/jobs").json()["items"]
+    directories = sorted((server.data_dir / "runs").glob("*"))
     for name, (spec, field) in BAD_SPECS.items():
         answer = server.http.post("/v1/jobs", json=spec)
         assert answer.status_code == 422, name
@@ -153,8 +189,8 @@ def test_bad_specs_are_refused_alike_by_rest_and_by_the_command_and_leave_nothin
         assert field in said.stderr
         assert "fix:" in said.stderr
         assert "Traceback" not in said.stderr + said.stdout
-    assert server.http.get("/v1/jobs").json()["items"] == []
-    assert not list((server.data_dir / "runs").glob("*"))
+    assert server.http.get("/v1/jobs").json()["items"] == jobs
+    assert sorted((server.data_dir / "runs").glob("*")) == directories
 
 
 def test_the_demo_ends_with_one_json_line_whose_model_was_trained_on_every_backend(tmp_path: Path) -> None:

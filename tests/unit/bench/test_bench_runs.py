@@ -144,7 +144,7 @@ def test_the_specs_of_the_benchmarks_are_valid_jobs() -> None:
     assert quality.full().spec["data"]["dataset"] == "ml-100k"
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.timeout(900)  # several cold compiles, one after the other
 def test_step_runs_with_every_variant_and_they_agree() -> None:
     found = step.run(step.Size(spec=TINY, runs=1, steps=1, warmup=1), say=lambda text: None)
@@ -153,7 +153,7 @@ def test_step_runs_with_every_variant_and_they_agree() -> None:
     assert set(found["peak_mib"]) == set(step.VARIANTS)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.timeout(900)  # several cold compiles, one after the other
 @pytest.mark.parametrize("backend", ["inductor", "xla"])
 def test_recompile_tells_a_cold_start_from_a_warm_one_from_a_known_shape(backend: str) -> None:
