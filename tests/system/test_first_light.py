@@ -21,7 +21,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs/images/dashboard.png"
-STEPS = 150
+STEPS = 300
 
 
 class Server:
@@ -86,7 +86,7 @@ def finished(server: Server) -> dict[str, Any]:
     """A real job that succeeded although its control plane was killed twice meanwhile."""
     spec = yaml.safe_load((ROOT / "examples/ml-100k.yaml").read_text())
     spec["compile"] = {"backend": "xla", "cache": False}
-    spec["train"] = {"steps": STEPS, "eval_every": 30, "eval_batches": 20}
+    spec["train"] = {"steps": STEPS, "eval_every": 100}
     job_id = server.http.post("/v1/jobs", json=spec).raise_for_status().json()["id"]
 
     def at_step(step: int) -> bool | None:
@@ -145,7 +145,7 @@ def test_a_person_clicks_from_the_list_to_the_finished_run_and_finds_its_charts(
     expect(page.locator(".tw-chart canvas")).to_have_count(3)
     page.wait_for_timeout(1000)
     assert [point[0] for point in charts.points(0)] == list(range(1, STEPS + 1))
-    assert [point[0] for point in charts.points(1)] == list(range(30, STEPS + 1, 30))
+    assert [point[0] for point in charts.points(1)] == list(range(100, STEPS + 1, 100))
     assert min(charts.painted(chart) for chart in range(3)) > 1000
     expect(page.get_by_text("AUC of item mean", exact=True).first).to_be_visible()
     if os.environ.get("TWINSTEP_KEEP_PICTURE"):
