@@ -89,8 +89,13 @@ def test_every_optimizer_with_a_schedule_follows_eager(name: str, backend: str) 
     want_state, state = want_optimizer.state_dict()["state"], optimizer.state_dict()["state"]
     for index, entries in want_state.items():
         for entry, value in entries.items():
-            if value is not None and index in state and entry in state[index]:
+            if value is not None and name_of(model, index) not in ("frozen", "unused.weight", "unused.bias"):
                 torch.testing.assert_close(state[index][entry], value, rtol=1e-4, atol=5e-6)
+
+
+def name_of(model: nn.Module, index: int) -> str:
+    """The name of an optimizer's parameter number `index`."""
+    return [name for name, _ in model.named_parameters()][index]
 
 
 def test_unused_and_frozen_parameters_stay_bit_equal() -> None:

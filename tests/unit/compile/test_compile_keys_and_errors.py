@@ -100,6 +100,7 @@ def test_a_change_in_any_field_of_the_key_misses_and_has_a_reason() -> None:
         "batch": (),
         "hyperparameters": key.hyperparameters[1:],
         "modules": (("training", "False"),),
+        "ambient": (("autocast", "torch.bfloat16"),),
         "backend": "inductor",
         "step": "0",
         "threads": 99,
@@ -264,9 +265,3 @@ def test_a_shape_that_depends_on_data_is_refused_with_the_users_line(train_step:
     with pytest.raises(CaptureError, match="shape depends") as caught:
         compiled(batch(2))
     assert line in caught.value.problem
-
-
-def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
-    model = nn.Linear(3, 1)
-    with pytest.raises(CompileError, match="closure"):
-        StepCompiler(step, model, torch.optim.LBFGS(model.parameters()), backend="xla")

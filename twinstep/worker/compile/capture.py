@@ -11,21 +11,25 @@ user's line. The live model and optimizers are not touched.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from twinstep.spec.errors import CaptureError, CompileError
+from twinstep.worker.compile.key import module_settings
 from twinstep.worker.compile.passes import FIRST_TRACE_PASSES, PASSES, lift_constants, run_passes
 from twinstep.worker.compile.state import TrainState
 
@@ -88,7 +92,7 @@ def batch_leaves(batch: Any) -> tuple[list[Tensor], list[str], pytree.TreeSpec]:
                 f"batch leaf {name} is {type(leaf).__name__}, not a tensor",
                 remedy="give tensors only: a Python value would be built into the program",
             )
-        leaves.append(leaf.detach())
+        leaves.append(leaf.detach().contiguous())  # programs are made for one layout of memory
         paths.append(name)
     return leaves, paths, spec
 
@@ -120,7 +124,9 @@ def capture(
         given = pytree.tree_unflatten(list(inputs[num_state + num_rates :]), batch_spec)
         with state.swapped(tensors, rates) as swapped:
             arguments = (state.model, given) if optimizer is None else (state.model, optimizer, given)
-            with torch.set_grad_enabled(True), lines:
+            for parameter in swapped.optimized():
+                parameter.grad = torch.empty_like(parameter)  # stands for the step before; see _refuse_old_gradients
+            with torch.set_grad_enabled(True), lines, _python_as_it_was(state.model):
                 result = train_step(*arguments)
             tree, outputs = _split_outputs(result)
             found[:] = [tree]
@@ -128,6 +134,7 @@ def capture(
 
     example = [*state.tensors(), *state.learning_rates(), *leaves]
     first = _first_trace(flat_step, example)
+    _refuse_old_gradients(first, count=state.num_optimized())
     lines.mark(first)
     run_passes(first, FIRST_TRACE_PASSES)
     _refuse_scalars(first)
@@ -217,6 +224,46 @@ def _refuse_scalars(graph: fx.GraphModule) -> None:
                 f"a tensor's value is read as a Python number{node.meta.get('place', '')}",
                 remedy="keep it a tensor: torch.where instead of if, tensor arithmetic instead of .item()",
             )
+
+
+def _refuse_old_gradients(graph: fx.GraphModule, *, count: int) -> None:
+    """Raise CaptureError where the step reads gradients of the step before: they are no part of the state.
+
+    The `.grad` of each optimized parameter starts as an `empty_like`, the first `count` of them in the graph; a step
+    may drop it or overwrite it with zeros, nothing else.
+    """
+    position = {node: index for index, node in enumerate(graph.graph.nodes)}
+    for node in [node for node in position if node.target is torch.ops.aten.empty_like.default][:count]:
+        first = min(node.users, key=position.__getitem__, default=None)
+        if first is not None and first.target not in (torch.ops.aten.zero_.default, torch.ops.aten.detach_.default):
+            raise CaptureError(
+                "the step adds to gradients of the step before it",
+                remedy="call optimizer.zero_grad() in the step, before backward()",
+            )
+
+
+@contextlib.contextmanager
+def _python_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Refuse a step that changes what Python holds: the change would happen once, while tracing, and never again."""
+    settings, numbers = dict(module_settings(model)), _generators()
+    yield
+    for name, now in module_settings(model):
+        if settings.get(name) != now:
+            raise CaptureError(
+                f"the step changes the module's attribute {name} from {settings.get(name, 'none')} to {now}",
+                remedy="make it a buffer (register_buffer), or change it outside the step",
+            )
+    if _generators() != numbers:
+        raise CaptureError(
+            "the step draws numbers from Python's or NumPy's generator, which would be the same at every step",
+            remedy="draw with torch (torch.rand, torch.bernoulli), or put the numbers into the batch",
+        )
+
+
+def _generators() -> tuple[Any, ...]:
+    """Return where Python's and NumPy's global generators stand."""
+    numpys: tuple[Any, ...] = np.random.get_state(legacy=True)  # type: ignore[assignment]
+    return random.getstate(), numpys[1].tobytes(), numpys[2]
 
 
 def _users_place(frames: traceback.StackSummary) -> str:

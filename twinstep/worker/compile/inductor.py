@@ -6,6 +6,7 @@ Inductor's code asserts sizes and strides at each call but not dtypes; the Runne
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,9 @@ class InductorBackend:
         return InductorProgram(compiled, plan, self._state, captured.constants, from_cache=cached)
 
     def pull(self) -> None:
+        """Do nothing: the live tensors are the state."""
+
+    def push(self) -> None:
         """Do nothing: the live tensors are the state."""
 
 
@@ -166,11 +170,42 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return new
 
 
+_MAY_VANISH: dict[Any, int] = {
+    aten.clone: 0,
+    aten.copy: 1,
+    aten.repeat: 0,
+    aten.constant_pad_nd: 0,
+    aten.slice_scatter: 1,
+    aten._to_copy: 0,
+    aten.ceil: 0,
+    aten.floor: 0,
+    aten.round: 0,
+    aten.trunc: 0,
+    aten.pow: 0,
+    torch.ops.prims.convert_element_type: 0,
+    torch.ops.prims.device_put: 0,
+}
+"""Ops that Inductor drops where they change nothing, and the argument that is left in their place."""
+
+
 def _root(node: fx.Node) -> fx.Node:
-    """Follow views back to the node that owns the memory."""
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        returns = node.target._schema.returns
-        if not (returns and returns[0].alias_info is not None and node.args and isinstance(node.args[0], fx.Node)):
+    """Follow views, parts of views and ops that may vanish, back to the node that owns the memory."""
+    while node.op == "call_function":
+        source: Any
+        if node.target is operator.getitem:
+            source = node.args[0]
+        elif not isinstance(node.target, torch._ops.OpOverload):
             return node
-        node = node.args[0]
+        elif node.target.overloadpacket is aten.cat:
+            parts: Any = node.args[0]
+            source = parts[0] if len(parts) == 1 else None
+        elif node.target.overloadpacket in _MAY_VANISH:
+            source = node.args[_MAY_VANISH[node.target.overloadpacket]]
+        elif any(returned.alias_info is not None for returned in node.target._schema.returns):
+            source = node.args[0]
+        else:
+            return node
+        if not isinstance(source, fx.Node):
+            return node
+        node = source
     return node

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import enum
+import functools
 import hashlib
 import importlib.metadata
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -26,13 +31,15 @@ class CompileKey:
     devices: int
     """Devices the step is spread over."""
     state: tuple[TensorInfo, ...]
-    """Name, shape and dtype of every parameter (tables among them), buffer and optimizer tensor."""
+    """Name, shape and dtype of every parameter (tables among them; frozen ones say so), buffer, optimizer tensor."""
     batch: tuple[TensorInfo, ...]
     """Path, shape and dtype of every batch leaf."""
     hyperparameters: tuple[str, ...]
     """Optimizer settings that are built into the program (betas, eps, …); learning rates are not."""
     modules: tuple[tuple[str, str], ...]
     """Plain attributes of every module, which its forward may read: `training`, a dropout's `p`, a norm's `eps`."""
+    ambient: tuple[tuple[str, str], ...]
+    """What surrounds the step: autocast and the default dtype."""
     backend: str
     step: str
     """Digest of the train step's and the model's code."""
@@ -58,7 +65,7 @@ def reason(before: CompileKey | None, now: CompileKey) -> str:
 
 
 def _difference(field: str, old: Any, new: Any) -> str:
-    if field in ("sizes", "versions", "modules"):
+    if field in ("sizes", "versions", "modules", "ambient"):
         was, is_now = dict(old), dict(new)
         changed = [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]
         shown = [f"{name} {was.get(name, 'none')} → {is_now.get(name, 'none')}" for name in changed[:3]]
@@ -83,48 +90,81 @@ def _info(info: tuple[Shape, str] | None) -> str:
     return "none" if info is None else f"{list(info[0])} {info[1]}"
 
 
-def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
+def tensor_info(name: str, tensor: Tensor, *, frozen: bool = False) -> TensorInfo:
     """Return what a key holds of a tensor."""
-    return name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return name, tuple(tensor.shape), f"{dtype}, frozen" if frozen else dtype
 
 
 def state_info(state: TrainState) -> tuple[TensorInfo, ...]:
     """Return what a key holds of the state."""
-    tensors = state.tensors()
     return tuple(
-        tensor_info(f"{slot.role}:{slot.name}", tensor) for slot, tensor in zip(state.slots, tensors, strict=True)
+        tensor_info(f"{slot.role}:{slot.name}", tensor, frozen=slot.role == "parameter" and not tensor.requires_grad)
+        for slot, tensor in zip(state.slots, state.live(), strict=True)
     )
 
 
 def code_digest(*functions: Any) -> str:
-    """Return a digest of the functions' code and of the constants they close over."""
+    """Return a digest of functions' code, nested functions included, and of the plain values they close over."""
     found = hashlib.sha256()
     for function in functions:
-        code = getattr(function, "__code__", None)
+        while isinstance(function, functools.partial):
+            found.update(repr(plain((function.args, function.keywords))).encode())
+            function = function.func
         found.update(getattr(function, "__qualname__", type(function).__qualname__).encode())
-        if code is not None:
-            found.update(code.co_code + repr(_plain(code.co_consts)).encode() + repr(code.co_names).encode())
+        if (code := getattr(function, "__code__", None)) is not None:
+            _add_code(found, code)
         for cell in getattr(function, "__closure__", None) or ():
-            found.update(repr(_plain((cell.cell_contents,))).encode())
+            with contextlib.suppress(ValueError):  # a name that has no value yet
+                found.update(repr(plain(cell.cell_contents)).encode())
     return found.hexdigest()[:16]
 
 
-def _plain(constants: tuple[Any, ...]) -> list[Any]:
-    """Keep constants whose text is the same in every process; an object's text holds its address."""
-    return [each for each in constants if isinstance(each, bool | int | float | str | bytes | None)]
+def _add_code(found: hashlib._Hash, code: types.CodeType) -> None:
+    found.update(code.co_code + repr(code.co_names).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            _add_code(found, constant)
+        else:
+            found.update(repr(plain(constant)).encode())
+
+
+def plain(value: Any) -> Any:
+    """Return a value whose text is the same in every process: plain values, containers and dataclasses of them.
+
+    Anything else (a tensor, a module, an object, whose text holds its address) becomes its type's name.
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum | torch.dtype | torch.device):
+        return value
+    if isinstance(value, tuple | list | set | frozenset):
+        return type(value).__name__, [plain(each) for each in value]
+    if isinstance(value, dict):
+        return [(plain(name), plain(each)) for name, each in value.items()]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value).__name__, [plain(getattr(value, field.name)) for field in fields(value)]
+    return type(value).__qualname__
 
 
 def module_settings(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return the plain attributes of every module by path; a change of one may change the program, not a shape."""
+    """Return every module's own attributes by path: a change of one may change the program, though no shape."""
     return tuple(
-        (f"{path}.{name}" if path else name, repr(value))
+        (f"{path}.{name}" if path else name, repr(plain(value)))
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if type(value) in _PLAIN
+        if name not in _TORCHS_OWN
     )
 
 
-_PLAIN = (bool, int, float, str, tuple)
+_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes every module has: registries of parameters, buffers, hooks and children."""
+
+
+def ambient() -> tuple[tuple[str, str], ...]:
+    """Return what surrounds a step and changes its program."""
+    return (
+        ("autocast", str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "off"),
+        ("default dtype", str(torch.get_default_dtype())),
+    )
 
 
 def versions(names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:

@@ -65,6 +65,10 @@ def unread_scalars(graph: fx.GraphModule) -> int:
     """
     changed = 0
     for node in list(graph.graph.nodes):
+        if node.target is aten._local_scalar_dense.default:
+            # What is read is the value at this moment; the tensor may be written to before the number is used.
+            with graph.graph.inserting_before(node):
+                node.args = (graph.graph.call_function(aten.clone.default, (node.args[0],)),)
         if node.op != "call_function" or node.target not in _UNREAD:
             continue
         with graph.graph.inserting_before(node):

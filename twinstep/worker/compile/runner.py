@@ -7,6 +7,7 @@ compiler.pull()                # before reading model.state_dict(): with XLA the
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.key import (
     CompileKey,
+    ambient,
     code_digest,
     cpu_threads,
     module_settings,
@@ -55,6 +57,8 @@ class Backend(Protocol):
 
     def pull(self) -> None: ...
 
+    def push(self) -> None: ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileEvent:
@@ -79,16 +83,40 @@ class Runner:
     """
 
     def __init__(
-        self, program: Program, captured: Captured, lifted: _Lifted, key: CompileKey, batch_spec: pytree.TreeSpec
+        self,
+        program: Program,
+        captured: Captured,
+        lifted: _Lifted,
+        model: nn.Module,
+        key: CompileKey,
+        batch_spec: pytree.TreeSpec,
     ) -> None:
         self.key = key
         self.captured = captured
         self._program = program
         self._lifted = lifted
+        self._model = model
         self._batch_spec = batch_spec
+        self._standing = standing(lifted.state, model)
 
     def __call__(self, batch: Any) -> Any:
         """Run one step on `batch`.
+
+        Raises:
+            CompileError: the batch, or the model and optimizer, differ from what this was compiled for; nothing was
+                changed.
+        """
+        now = standing(self._lifted.state, self._model)
+        if now != self._standing:
+            was = dataclasses.replace(self.key, **self._standing)
+            raise CompileError(
+                f"compiled for something else: {reason(was, dataclasses.replace(self.key, **now))}",
+                remedy="undo the change, compile anew, or use a StepCompiler, which compiles again by itself",
+            )
+        return self.run(batch)
+
+    def run(self, batch: Any) -> Any:
+        """Run one step on `batch`, for a caller that knows that model and optimizer are as they were.
 
         Raises:
             CompileError: the batch differs from the example in structure, shape or dtype; nothing was changed.
@@ -110,6 +138,10 @@ class Runner:
     def pull(self) -> None:
         """Bring the live model and optimizers up to date; with backends that work in place, nothing is to do."""
         self._lifted.backend.pull()
+
+    def push(self) -> None:
+        """Take the state from the live model and optimizers, whatever was written to them and how (`.data` too)."""
+        self._lifted.backend.push()
 
 
 class StepCompiler:
@@ -144,12 +176,13 @@ class StepCompiler:
         self._on_start = on_start
         self._on_event = on_event
         self._max_runners = max_runners
+        self._cache_dir = cache_dir
         self._runners: OrderedDict[CompileKey, Runner] = OrderedDict()
         self._last: CompileKey | None = None
         self.backend_name = backend
         self.compile_seconds = 0.0
         # Eager steps live on the model and the optimizers themselves; nothing is lifted out.
-        self._lifted = None if backend == "eager" else _Lifted.of(model, optimizer, backend, cache_dir)
+        self._lifted = None if backend == "eager" else self._lift()
         self._code = code_digest(train_step, *(type(module).forward for module in model.modules()))
         self._versions = versions(_STACK[backend])
 
@@ -159,7 +192,7 @@ class StepCompiler:
 
     def program(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Callable[[Any], Any]:
         """Return what runs a step on batches like `batch`: a Runner, or with the eager backend the step itself."""
-        return self._run_eager if self._lifted is None else self.runner(batch, sizes=sizes)
+        return self._run_eager if self._lifted is None else self.runner(batch, sizes=sizes).run
 
     def _run_eager(self, batch: Any) -> Any:
         arguments = (self._model, batch) if self._optimizer is None else (self._model, self._optimizer, batch)
@@ -171,7 +204,7 @@ class StepCompiler:
         Raises:
             CompileError: the step cannot be captured or lowered; model and optimizer are as they were.
         """
-        lifted = self._need_lifted()
+        lifted = self._lift_again_where_outdated()
         key = self.key(batch, sizes=sizes)
         if key in self._runners:
             self._runners.move_to_end(key)
@@ -185,7 +218,7 @@ class StepCompiler:
         capture_seconds = time.perf_counter() - started
         program = lifted.backend.lower(captured)
         seconds = time.perf_counter() - started
-        runner = Runner(program, captured, lifted, key, batch_leaves(batch)[2])
+        runner = Runner(program, captured, lifted, self._model, key, batch_leaves(batch)[2])
         event = CompileEvent(
             name="compiled" if self._last is None else "recompiled",
             reason=why,
@@ -210,10 +243,8 @@ class StepCompiler:
         return CompileKey(
             sizes=named_sizes(sizes),
             devices=self._devices,
-            state=state_info(state),
+            **standing(state, self._model),
             batch=tuple(tensor_info(path, leaf) for path, leaf in zip(paths, leaves, strict=True)),
-            hyperparameters=state.hyperparameters(),
-            modules=module_settings(self._model),
             backend=self.backend_name,
             step=self._code,
             threads=cpu_threads(),
@@ -224,6 +255,26 @@ class StepCompiler:
         """Bring the live model and optimizers up to date; with backends that work in place, nothing is to do."""
         if self._lifted is not None:
             self._lifted.backend.pull()
+
+    def push(self) -> None:
+        """Take the state from the live model and optimizers, whatever was written to them and how (`.data` too)."""
+        if self._lifted is not None:
+            self._lifted.backend.push()
+
+    def _lift_again_where_outdated(self) -> _Lifted:
+        """Return the lifted state, found anew after a parameter was frozen or a parameter group added.
+
+        Programs made for the old slots go.
+        """
+        lifted = self._need_lifted()
+        if lifted.state.outdated():
+            lifted.backend.pull()
+            self._runners.clear()
+            lifted = self._lifted = self._lift()
+        return lifted
+
+    def _lift(self) -> _Lifted:
+        return _Lifted.of(self._model, self._optimizer, self.backend_name, self._cache_dir)
 
     def _need_lifted(self) -> _Lifted:
         if self._lifted is None:
@@ -252,6 +303,16 @@ def compile(
         CompileError: the step cannot be captured or lowered; model and optimizer are as they were.
     """
     return StepCompiler(train_step, model, optimizer, backend=target, cache_dir=cache_dir).runner(example_batch)
+
+
+def standing(state: TrainState, model: nn.Module) -> dict[str, Any]:
+    """Return the fields of a key that model, optimizers and surroundings decide, as they stand now."""
+    return {
+        "state": state_info(state),
+        "hyperparameters": state.hyperparameters(),
+        "modules": module_settings(model),
+        "ambient": ambient(),
+    }
 
 
 _STACK = {"inductor": ("torch",), "xla": ("torch", "torchax", "jax", "jaxlib"), "eager": ("torch",)}

@@ -8,6 +8,7 @@ Parameters (tied ones once), buffers and optimizer tensors become graph inputs a
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
-from twinstep.spec.errors import CompileError
+from twinstep.spec.errors import CaptureError, CompileError
 
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
@@ -59,6 +60,8 @@ class TrainState:
             self._check_owned(key, each)
             materialise(key, each)
         self.slots = tuple(self._find_slots())
+        self._check_apart()
+        self._structure = self._find_structure()
 
     def _check_owned(self, key: str, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -68,6 +71,39 @@ class TrainState:
                         f"optimizer {key!r} holds a parameter of shape {list(parameter.shape)} that is not the model's",
                         remedy="build the optimizer from model.parameters() of the very model that is compiled",
                     )
+
+    def _check_apart(self) -> None:
+        """Refuse two slots that share memory: each would be given its own, and writes to one would miss the other."""
+        ranges = sorted(
+            (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), slot.name)
+            for slot, tensor in zip(self.slots, self.live(), strict=True)
+            if tensor.numel()
+        )
+        for (_, end, name), (start, _, other) in itertools.pairwise(ranges):
+            if start < end:
+                raise CompileError(
+                    f"{name} and {other} share memory",
+                    remedy="tie whole parameters (one Parameter under two names), or clone one of the two",
+                )
+
+    def _find_structure(self) -> tuple[Any, ...]:
+        parameters = tuple((id(each), each.requires_grad) for each in self.model.parameters())
+        buffers = tuple(name for name, _ in self.model.named_buffers())
+        entries = tuple((key, id(parameter), entry) for key, parameter, entry in self._optimizer_entries())
+        groups = tuple(
+            (key, id(parameter))
+            for key, optimizer in self.optimizers.items()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        return parameters, buffers, entries, groups
+
+    def outdated(self) -> bool:
+        """Say whether model or optimizers hold other tensors than when the slots were found.
+
+        So after a parameter was frozen or replaced, a parameter group added, or an optimizer's state cleared.
+        """
+        return self._find_structure() != self._structure
 
     def _find_slots(self) -> Iterator[Slot]:
         for name in self._parameters:
@@ -84,19 +120,27 @@ class TrainState:
                     for entry in sorted(optimizer.state.get(parameter, {})):
                         yield key, parameter, entry
 
-    def tensors(self) -> list[Tensor]:
-        """Return the live tensors in the order of `slots`: aliases without gradient, not copies."""
-        found = [parameter.detach() for parameter in self._parameters.values()]
-        found += [buffer.detach() for buffer in self.model.buffers()]
+    def live(self) -> list[Tensor]:
+        """Return the very tensors that model and optimizers hold now, in the order of `slots`."""
+        found: list[Tensor] = [*self._parameters.values(), *self.model.buffers()]
         for key, parameter, entry in self._optimizer_entries():
             found.append(self.optimizers[key].state[parameter][entry])
         return found
+
+    def tensors(self) -> list[Tensor]:
+        """Return aliases of the live tensors, without gradient, in the order of `slots`."""
+        return [tensor.detach() for tensor in self.live()]
 
     def load(self, values: Sequence[Tensor]) -> None:
         """Copy `values`, in the order of `slots`, into the live tensors."""
         with torch.no_grad():
             for live, value in zip(self.tensors(), values, strict=True):
                 live.copy_(value)
+
+    def num_optimized(self) -> int:
+        """Return how many trainable parameters the optimizers hold."""
+        held = [p for each in self.optimizers.values() for group in each.param_groups for p in group["params"]]
+        return sum(parameter.requires_grad for parameter in held)
 
     def learning_rates(self) -> list[Tensor]:
         """Return each parameter group's learning rate now, as a 0-d float32 tensor."""
@@ -135,7 +179,27 @@ class TrainState:
             entries: list[tuple[Optimizer, Tensor, str]] = []
             for optimizer in self.optimizers.values():
                 entries += stack.enter_context(_swapped_optimizer(optimizer, self._names, named, rest, rates))
-            yield SwappedState(self.model, leaves, tuple(self._buffers), entries)
+            swapped = SwappedState(self.model, leaves, tuple(self._buffers), tuple(self.optimizers.values()), entries)
+            groups = self._group_settings()
+            yield swapped
+            self._check_groups(groups)
+
+    def _group_settings(self) -> list[tuple[str, dict[str, Any]]]:
+        return [
+            (f"{key}.param_groups[{index}]", {name: _setting(each) for name, each in group.items() if name != "params"})
+            for key, optimizer in self.optimizers.items()
+            for index, group in enumerate(optimizer.param_groups)
+        ]
+
+    def _check_groups(self, before: list[tuple[str, dict[str, Any]]]) -> None:
+        """Refuse a step that changes an optimizer's settings: the change would happen once, while tracing."""
+        for (place, was), (_, now) in zip(before, self._group_settings(), strict=True):
+            for name in {**was, **now}:
+                if was.get(name) != now.get(name):
+                    raise CaptureError(
+                        f"the step changes {place}[{name!r}], which would happen once and never again",
+                        remedy="call scheduler.step() and set learning rates outside the step, between two steps",
+                    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +209,18 @@ class SwappedState:
     model: nn.Module
     parameters: list[Tensor]
     buffer_names: tuple[str, ...]
+    optimizers: tuple[Optimizer, ...]
     entries: list[tuple[Optimizer, Tensor, str]]
+
+    def optimized(self) -> list[Tensor]:
+        """Return the trainable parameters that an optimizer holds."""
+        return [
+            parameter
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
 
     def values(self) -> list[Tensor]:
         """Return the tensors in the order of the state's slots, as they are now."""
@@ -190,14 +265,29 @@ def _swapped_optimizer(
             group.update(before)
 
 
+STARTS_FROM_ZERO: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.RMSprop,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+    }
+)
+"""Optimizers that make their state at the first step, all of it zeros; tests hold each against eager."""
+
+
 def materialise(key: str, optimizer: Optimizer) -> None:
     """Make state that the optimizer would only create at its first step, without moving anything.
 
     One step on zero gradients creates it; parameters and state that was there are then put back, and new state is
-    zeroed, which is what the first step of every supported optimizer starts from.
+    zeroed, which is what the first step of the optimizers in STARTS_FROM_ZERO starts from. An optimizer that makes
+    its state when it is built (Adagrad, RowWiseAdagrad), or has taken a step already, needs none of it.
 
     Raises:
-        CompileError: state is not a tensor, or its first step is special (SGD momentum with dampening).
+        CompileError: state is not a tensor; it would not start from zero; or the first step is special (SGD momentum
+            with dampening).
     """
     for group in optimizer.param_groups:
         if group.get("momentum") and group.get("dampening"):
@@ -209,6 +299,11 @@ def materialise(key: str, optimizer: Optimizer) -> None:
     if all(optimizer.state.get(parameter) or not parameter.requires_grad for parameter in parameters):
         _check_state(key, optimizer)
         return
+    if type(optimizer) not in STARTS_FROM_ZERO:
+        raise CompileError(
+            f"optimizer {key!r} ({type(optimizer).__name__}) starts from state that is not known to be zero",
+            remedy="use SGD, Adam, AdamW, Adagrad, RMSprop or RowWiseAdagrad, or take its first step eagerly",
+        )
     before = [parameter.detach().clone() for parameter in parameters]
     gradients = [parameter.grad for parameter in parameters]
     known = {
@@ -221,11 +316,6 @@ def materialise(key: str, optimizer: Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     try:
         optimizer.step()
-    except TypeError as error:
-        raise CompileError(
-            f"optimizer {key!r} ({type(optimizer).__name__}) wants a closure, which one graph cannot hold: {error}",
-            remedy="use SGD, Adam, AdamW, Adagrad, RMSprop or RowWiseAdagrad",
-        ) from error
     finally:
         with torch.no_grad():
             for parameter, value, gradient in zip(parameters, before, gradients, strict=True):
@@ -253,3 +343,14 @@ def _check_state(key: str, optimizer: Optimizer) -> None:
 
 def _type(value: Any) -> str:
     return f"{type(value).__name__} ({value!r})" if isinstance(value, int | float) else type(value).__name__
+
+
+def _setting(value: Any) -> Any:
+    """Return what tells whether a setting changed; of a tensor (a learning rate), whether it was written to."""
+    return (id(value), value._version) if isinstance(value, Tensor) else value
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()

@@ -42,7 +42,9 @@ class XlaBackend:
     def __init__(self, state: TrainState, *, cache_dir: Path | None) -> None:
         self._live = state
         self.arrays: list[jax.Array] = []
-        self._versions: list[int] = []
+        self._seen: list[tuple[Tensor, int]] = []
+        """The live tensors and their versions at the last push or pull: the tensors themselves, since an address or an
+        id may be another tensor's by now."""
         self.key = jax.random.key(torch.initial_seed() % (1 << 63))
         self._cache_dir = cache_dir
 
@@ -56,7 +58,8 @@ class XlaBackend:
         Raises:
             CompileError: an op has no lowering, or XLA refuses the program.
         """
-        self.push()
+        if not self.arrays:
+            self.push()
         constants = [_to_jax(tensor) for tensor in captured.constants]
         rates = [jnp.float32(0)] * captured.num_rates
         start = captured.num_state + captured.num_rates
@@ -81,25 +84,41 @@ class XlaBackend:
         return XlaProgram(self, compiled, captured, constants, from_cache=cached)
 
     def push(self) -> None:
-        """Bring to the device what changed in the live tensors since the last pull (at first: everything)."""
-        live = self._live.tensors()
-        versions = [tensor._version for tensor in live]
-        if not self.arrays:
-            self.arrays = [_to_jax(tensor) for tensor in live]
-        elif versions != self._versions:
-            for index, (tensor, before) in enumerate(zip(live, self._versions, strict=True)):
-                if tensor._version != before:
-                    self.arrays[index] = _to_jax(tensor)
-        self._versions = versions
+        """Bring everything from the live tensors to the device."""
+        self.arrays = [_to_jax(tensor) for tensor in self._live.tensors()]
+        self._note()
+
+    def push_written(self) -> None:
+        """Bring to the device what was written to, or replaced, since the last push or pull."""
+        for index, (tensor, (seen, version)) in enumerate(zip(self._live.live(), self._seen, strict=True)):
+            if tensor is not seen or tensor._version != version:
+                self.arrays[index] = _to_jax(tensor)
+                self._seen[index] = (tensor, tensor._version)
 
     def pull(self) -> None:
-        """Copy the device's state into the live module and optimizers."""
+        """Copy the device's state into the live module and optimizers.
+
+        Raises:
+            CompileError: a step failed while it ran and took the state with it.
+        """
         if self.arrays:
-            live = self._live.tensors()
+            self.check_state()
+            self.push_written()
             with torch.no_grad():
-                for tensor, array in zip(live, self.arrays, strict=True):
+                for tensor, array in zip(self._live.tensors(), self.arrays, strict=True):
                     tensor.copy_(_to_torch(array, tensor.dtype))
-            self._versions = [tensor._version for tensor in live]
+            self._note()
+
+    def check_state(self) -> None:
+        """Raise CompileError if the device's state is gone: reusing a donated buffer crashes the process."""
+        if any(array.is_deleted() for array in self.arrays):
+            raise CompileError(
+                "the state on the device went with a step that failed while it ran",
+                remedy="call push() to go on from the live model (its state of the last pull), or load a checkpoint",
+            )
+
+    def _note(self) -> None:
+        self._seen = [(tensor, tensor._version) for tensor in self._live.live()]
 
 
 class XlaProgram:
@@ -122,7 +141,8 @@ class XlaProgram:
             DataError: an integer of the batch does not fit the 32 bits XLA programs hold it in.
         """
         backend = self._backend
-        backend.push()
+        backend.check_state()
+        backend.push_written()
         rate_arrays = [jnp.float32(rate.item()) for rate in rates]
         batch_arrays = [_to_jax(tensor) for tensor in batch]
         backend.arrays, outputs, backend.key = self._compiled(
@@ -153,6 +173,11 @@ def _as_jax(captured: Captured) -> Callable[..., Any]:
 def _to_jax(tensor: Tensor) -> jax.Array:
     """Copy to JAX. A copy always: donating memory that torch owns too would free it under torch's hands."""
     tensor = tensor.detach()
+    if tensor.dtype in (torch.float64, torch.complex128):
+        raise DataError(
+            f"a {tensor.dtype} tensor of shape {list(tensor.shape)} would lose digits: XLA programs hold 32 bits",
+            remedy="cast it to float32 (tensor.float(), module.float())",
+        )
     if tensor.dtype is torch.int64 and tensor.numel():
         low, high = torch.aminmax(tensor)
         if low < INT32.min or high > INT32.max:
