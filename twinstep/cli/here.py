@@ -44,7 +44,7 @@ def up(
     from twinstep.platform.settings import DEFAULT_PORT, Settings, default_data_dir
 
     settings = Settings(
-        data_dir=Path(data_dir).expanduser() if data_dir else default_data_dir(os.environ),
+        data_dir=Path(data_dir) if data_dir else default_data_dir(os.environ),
         port=DEFAULT_PORT if port is None else port,
         max_parallel_runs=max_parallel,
     )

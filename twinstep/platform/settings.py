@@ -17,11 +17,25 @@ DEFAULT_PORT = 8765
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
-    """Return `TWINSTEP_DATA_DIR` where set, else the user's data directory by the XDG rule."""
+    """Return `TWINSTEP_DATA_DIR` where set, else the user's data directory by the XDG rule; absolute.
+
+    Raises:
+        UnavailableError: it begins with the home of nobody, or the working directory is gone.
+    """
     if given := environ.get("TWINSTEP_DATA_DIR"):
-        return Path(given).expanduser()
-    base = environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(base).expanduser() / "twinstep"
+        return _absolute(Path(given))
+    return _absolute(Path(environ.get("XDG_DATA_HOME") or "~/.local/share") / "twinstep")
+
+
+def _absolute(path: Path) -> Path:
+    try:
+        # Not resolved: where a link leads is the user's to change between two starts.
+        return path.expanduser().absolute()
+    except (RuntimeError, OSError) as error:  # "~nobody"; a working directory that was deleted
+        raise UnavailableError(
+            f"the data directory {path} leads nowhere: {error}",
+            remedy="set TWINSTEP_DATA_DIR (or --data-dir) to an absolute path",
+        ) from None
 
 
 def _worker_command() -> tuple[str, ...]:
@@ -33,9 +47,10 @@ class Settings:
     """Settings of one control plane."""
 
     data_dir: Path
-    """Directory of the database and of every run's files; made (mode 0700) where missing."""
-    database_url: str = ""
-    """SQLAlchemy URL; empty means SQLite in `data_dir`."""
+    """Directory of the database and of every run's files; made (mode 0700) where missing.
+
+    Made absolute, and `~` written out, here and once: supervisors and workers have working directories of their own.
+    """
     host: str = "127.0.0.1"
     """Address to listen on. Loopback only: there is no login yet."""
     port: int = DEFAULT_PORT
@@ -50,6 +65,7 @@ class Settings:
     """Command of a worker, to which the path of its spec is added."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "data_dir", _absolute(self.data_dir))
         if not is_loopback(self.host):
             raise UnavailableError(
                 f"host {self.host!r} is not a loopback address, and there is no login to protect any other",
@@ -71,7 +87,7 @@ class Settings:
     @property
     def database(self) -> str:
         """SQLAlchemy URL of the database."""
-        return self.database_url or f"sqlite:///{self.data_dir / 'twinstep.db'}"
+        return f"sqlite:///{self.data_dir / 'twinstep.db'}"
 
     @property
     def runs_dir(self) -> Path:
