@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from twinstep.platform.scheduler import rundir
 from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.scheduler.reconcile import Reconciler
 from twinstep.platform.settings import Settings
@@ -206,6 +209,42 @@ def test_a_silent_worker_is_heard_through_its_spool(planes, wait, monkeypatch) -
     assert plane.store.run(job.run_id).acked_seq < 41
     plane.passes_until(job.run_id, RunState.SUCCEEDED, wait=wait)
     assert plane.store.run(job.run_id).acked_seq == 41
+
+
+def test_a_silent_workers_spool_is_parsed_once_however_often_it_is_looked_at(planes, wait, monkeypatch) -> None:
+    monkeypatch.setattr("twinstep.platform.scheduler.reconcile.SILENCE_S", -1.0)
+    plane = planes()
+    job = plane.store.create_job(JobSpec(name="sleeps"))
+    plane.passes_until(job.run_id, RunState.STARTING, wait=wait)
+    wait(lambda: plane.starts(job.run_id) == 1)
+    spool = plane.settings.runs_dir / job.run_id / "spool.jsonl"
+    parsed: list[int] = []
+    validate = rundir._RECORD.validate_json
+    monkeypatch.setattr(rundir, "_RECORD", SimpleNamespace(validate_json=lambda at: parsed.append(1) or validate(at)))
+
+    def spools(plane: Plane, first: int, count: int) -> int:
+        with spool.open("a") as file:
+            file.writelines(
+                json.dumps({"kind": "metric", "seq": seq, "time": 0, "step": seq, "values": {"loss": 1}}) + "\n"
+                for seq in range(first, first + count)
+            )
+        parsed.clear()
+        for _ in range(3):
+            plane.reconciler.run_once()
+        return len(parsed)
+
+    assert [spools(plane, first, 20) for first in range(1, 101, 20)] == [20] * 5
+    assert plane.store.run(job.run_id).acked_seq == 100
+    again = planes()  # after a restart from the beginning, once
+    assert [spools(again, first, 20) for first in range(101, 161, 20)] == [120, 20, 20]
+    # A gap is waited for, and what follows it is not lost: it is stored when the gap is filled, or at the end.
+    spools(again, 162, 1500)
+    assert again.store.run(job.run_id).acked_seq == 160
+    again.store.request_cancel(job.run_id, actor="user")
+    again.passes_until(job.run_id, *FINAL, wait=wait)
+    assert again.store.run(job.run_id).acked_seq == 1661
+    lost = [event.data for event in again.store.events(job.id).items if event.name == "reports_lost"]
+    assert lost == [{"first": 161, "last": 161}]
 
 
 def test_looking_again_at_what_is_settled_changes_nothing(planes, wait) -> None:

@@ -111,14 +111,38 @@ def test_a_spool_is_read_past_torn_lines_from_the_next_record_on(directory: RunD
     (directory.path / "spool.jsonl").write_text(
         "\n".join([line(1), line(2), '{"kind": "metric", "se', "\0\0\0", line(3), line(4)[:20]])
     )
-    assert [record.seq for batch in directory.spool(after=1) for record in batch] == [2, 3]
+    assert [record.seq for batch, _ in directory.spool(after=1) for record in batch] == [2, 3]
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 60)), max_size=8))
+@settings(max_examples=25, deadline=None)
+def test_a_spool_that_grows_is_read_in_pieces_each_line_once_wherever_it_was_cut(tmp_path_factory, growth) -> None:
+    directory = RunDir(tmp_path_factory.mktemp("runs"), "run-a")
+    directory.path.mkdir()
+    lines = [
+        json.dumps({"kind": "event", "seq": seq, "time": 0, "name": "é", "reason": "x" * (seq % 9)}) + "\n"
+        for seq in range(1, 1 + sum(count for count, _ in growth))
+    ]
+    whole, told, written, offset, seen = "".join(lines).encode(), 0, 0, 0, []
+    for count, torn in [*growth, (0, 0)]:
+        told += count
+        end = len("".join(lines[:told]).encode())
+        end = max(written, end - torn) if (count, torn) != (0, 0) else end
+        with (directory.path / "spool.jsonl").open("ab") as file:
+            file.write(whole[written:end])
+        written = end
+        found = list(directory.spool(after=0, offset=offset))
+        seen += [record.seq for batch, _ in found for record in batch]
+        offset = found[-1][1]
+    assert seen == list(range(1, len(lines) + 1))
+    assert offset == len(whole)
 
 
 def test_a_spool_of_many_records_comes_in_batches(directory: RunDir) -> None:
     with (directory.path / "spool.jsonl").open("w") as file:
         for seq in range(1, 2502):
             file.write(json.dumps({"kind": "metric", "seq": seq, "time": 0, "step": seq, "values": {}}) + "\n")
-    assert [len(batch) for batch in directory.spool(after=0)] == [1000, 1000, 501]
+    assert [len(batch) for batch, _ in directory.spool(after=0)] == [1000, 1000, 501]
 
 
 def test_a_spool_that_is_not_there_holds_nothing(directory: RunDir) -> None:

@@ -125,9 +125,9 @@ class LocalBackend:
         worker = Process.from_json(told.get("worker"))
         return 0 if worker is None else kill_group_of_run(worker.pid, run_id)
 
-    def spool(self, run_id: str, *, after: int) -> Iterator[list[Record]]:
-        """Yield the records the worker spooled and that are newer than `after`."""
-        return self.run_dir(run_id).spool(after=after)
+    def spool(self, run_id: str, *, after: int, offset: int) -> Iterator[tuple[list[Record], int]]:
+        """Yield the records the worker spooled from byte `offset` on and that are newer than `after`; see RunDir."""
+        return self.run_dir(run_id).spool(after=after, offset=offset)
 
     def spool_size(self, run_id: str) -> int:
         """Return the bytes the worker has spooled."""

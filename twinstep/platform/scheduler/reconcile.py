@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 
@@ -28,6 +29,16 @@ ACTOR = "scheduler"
 _UNSEEN = Sight(seen=Seen.ABSENT)  # of a run that waits nothing is to be seen, however long the queue
 
 
+@dataclass(slots=True)
+class _Spool:
+    """How far the spool of a run was read, in bytes."""
+
+    size: int = -1
+    """What it had when it was last looked at."""
+    offset: int = 0
+    """Everything before it is stored."""
+
+
 class Reconciler:
     """The loop, and one pass of it."""
 
@@ -39,7 +50,8 @@ class Reconciler:
         self._nudged = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="reconciler", daemon=True)
-        self._spool_sizes: dict[str, int] = {}
+        self._spools: dict[str, _Spool] = {}
+        """Per live run; lost at a restart, after which a spool is read from its beginning once more."""
         self._passed_at: float | None = None
 
     def start(self) -> None:
@@ -141,27 +153,32 @@ class Reconciler:
             self._backend.sweep(run.id)
         started = run.state in _HOLDS_A_SLOT
         if started:
-            self._drain(run.id, after=run.acked_seq, skip_gaps=True)
+            for records, _ in self._backend.spool(run.id, after=run.acked_seq, offset=self._spool(run.id).offset):
+                self._store.ingest(run.id, records, skip_gaps=True)
         if to is RunState.FAILED and started and sight.stopped is None and (line := self._backend.last_line(run.id)):
             reason = f"{reason}: {line}"
         # Reports may have moved it since it was loaded (starting → running), and that is no reason to wait.
         now = self._store.run(run.id)
         if self._store.move(run.id, to=to, if_version=now.version, reason=reason, actor=ACTOR):
             self._backend.forget(run.id)
-            self._spool_sizes.pop(run.id, None)
+            self._spools.pop(run.id, None)
             self.nudge()
 
     def _catch_up(self, run: Run) -> None:
         """Read the spool of a worker that runs and is silent: it may look for us at an address we no longer have."""
-        size = self._backend.spool_size(run.id)
+        size, spool = self._backend.spool_size(run.id), self._spool(run.id)
         heard = run.heartbeat_at or run.started_at or run.created_at
-        if time.time() - heard > SILENCE_S and self._spool_sizes.get(run.id) != size:
-            self._spool_sizes[run.id] = size
-            self._drain(run.id, after=run.acked_seq, skip_gaps=False)
+        if time.time() - heard <= SILENCE_S or spool.size == size:
+            return
+        spool.size = size
+        for records, offset in self._backend.spool(run.id, after=run.acked_seq, offset=spool.offset):
+            # At a gap the rest waits: its worker may still send what is missing, and else the end skips it.
+            if records and self._store.ingest(run.id, records).acked < records[-1].seq:
+                return
+            spool.offset = offset
 
-    def _drain(self, run_id: str, *, after: int, skip_gaps: bool) -> None:
-        for records in self._backend.spool(run_id, after=after):
-            self._store.ingest(run_id, records, skip_gaps=skip_gaps)
+    def _spool(self, run_id: str) -> _Spool:
+        return self._spools.setdefault(run_id, _Spool())
 
     def _move(self, run: Run, to: RunState, reason: str, *, token_hash: str | None = None) -> bool:
         return self._store.move(
@@ -171,7 +188,6 @@ class Reconciler:
             reason=reason,
             actor=ACTOR,
             token_hash=token_hash,
-            handle=None if token_hash is None else {"backend": "local"},
         )
 
 

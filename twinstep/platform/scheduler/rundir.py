@@ -152,25 +152,27 @@ class RunDir:
         except OSError:
             return 0
 
-    def spool(self, *, after: int) -> Iterator[list[Record]]:
-        """Yield the spooled records with a seq above `after`, a batch at a time.
+    def spool(self, *, after: int, offset: int = 0) -> Iterator[tuple[list[Record], int]]:
+        """Yield the spooled records from byte `offset` on that have a seq above `after`, a batch at a time.
 
-        A line that is no record is passed over: the last one may be half written, for one.
+        Each batch comes with the byte to go on from once it is stored; the last one may hold no record, only that
+        byte. A line that is no record is passed over, but a last one that is half written is left for the next time.
         """
         with contextlib.suppress(FileNotFoundError), (self.path / "spool.jsonl").open("rb") as file:
+            file.seek(offset)
             batch: list[Record] = []
             while line := file.readline(MAX_LINE):
-                if not line.endswith(b"\n"):
-                    continue
+                if not line.endswith(b"\n") and len(line) < MAX_LINE:
+                    break
+                offset += len(line)
                 with contextlib.suppress(ValidationError):
                     record = _RECORD.validate_json(line)
                     if record.seq > after:
                         batch.append(record)
                 if len(batch) >= MAX_RECORDS_PER_POST:
-                    yield batch
+                    yield batch, offset
                     batch = []
-            if batch:
-                yield batch
+            yield batch, offset
 
 
 def hash_token(token: str) -> str:
