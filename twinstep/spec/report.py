@@ -107,7 +107,6 @@ class ReportAck(BaseModel):
 
     model_config = _FROZEN
     acked: int = Field(description="every record up to this seq is stored; send from the next one on")
-    cancel: bool = Field(default=False, description="the user asked for the run to stop")
 
 
 ResultRecord.model_rebuild()

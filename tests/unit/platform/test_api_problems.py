@@ -29,6 +29,13 @@ def check(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
     return problem
 
 
+def check_headers(answer: httpx.Response, status: int) -> None:
+    assert answer.status_code == status
+    assert answer.headers["content-security-policy"] == "frame-ancestors 'none'"
+    assert answer.headers["x-frame-options"] == "DENY"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
 SPECS = [
     ({"name": "Upper"}, "name", "'Upper'", "name: upper"),
     ({"name": "a" * 100}, "name", "'" + "a" * 100 + "'", "name: " + "a" * 40),
@@ -140,6 +147,22 @@ def test_a_page_from_elsewhere_is_refused_and_our_own_is_served(shared) -> None:
     assert shared.http.get("/v1/jobs", headers={"origin": own}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/jobs", {}, 200),
+        ("/healthz", {}, 200),
+        ("/openapi.json", {}, 200),
+        ("/v1/jobs/job-0", {}, 404),
+        ("/v1/jobs?limit=0", {}, 422),
+        ("/v1/jobs", {"host": "evil.example"}, 403),
+        ("/v1/schema/job", {"origin": "http://evil.example"}, 403),
+    ],
+)
+def test_no_answer_of_any_kind_may_be_framed_or_guessed_at(shared, path, headers, status) -> None:
+    check_headers(shared.http.get(path, headers=headers), status)
+
+
 @pytest.mark.parametrize("path", ["/v1/jobs/job-0", "/v1/jobs/..%2f..%2fetc", "/v1/nothing", "/v1", "/v1/jobs/a/b/c"])
 def test_what_is_not_there_is_a_404_problem(shared, path: str) -> None:
     check(shared.http.get(path), 404, "not_found")
@@ -184,6 +207,7 @@ def test_a_failure_of_ours_is_a_500_problem_without_a_word_of_its_cause(shared, 
     monkeypatch.setattr(shared.plane.service, "list_jobs", fails)
     answer = shared.http.get("/v1/jobs")
     check(answer, 500, "error")
+    check_headers(answer, 500)
     assert "secret" not in answer.text
 
 

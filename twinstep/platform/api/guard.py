@@ -1,8 +1,8 @@
 """What every request passes before a route sees it: the name it came by, and the page it came from.
 
 A browser lets any page send requests to this machine. A page that rebinds its own name to 127.0.0.1 is told by the
-Host header; one that posts across origins by the Origin header, for sockets too. The body's type and size are
-checked where a body is read.
+Host header; one that posts across origins by the Origin header, for sockets too; one that frames our pages is told to
+the browser by headers on every answer. The body's type and size are checked where a body is read.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import Request
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twinstep.platform.api.problems import MediaTypeError, OriginError, TooLargeError, problem_response
+from twinstep.platform.api.problems import SAFE_HEADERS, MediaTypeError, OriginError, TooLargeError, problem_response
 from twinstep.platform.settings import is_loopback
 from twinstep.spec.errors import SpecError
 from twinstep.spec.parse import MAX_SPEC_BYTES
@@ -36,9 +36,15 @@ class OriginGuard:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
+
+        async def send_safe(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(SAFE_HEADERS)
+            await send(message)
+
         problem = _foreign(Headers(scope=scope))
         if problem is None:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, send_safe)
         elif scope["type"] == "http":
             error = OriginError(problem, remedy="use the address the control plane printed, on this machine")
             await problem_response(error, instance=scope["path"])(scope, receive, send)

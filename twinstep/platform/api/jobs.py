@@ -70,9 +70,11 @@ def list_jobs(
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
     cursor: Annotated[str | None, Query(max_length=64, description="The `next_cursor` of the page before.")] = None,
     state: Annotated[RunState | None, Query(description="Only jobs in this state.")] = None,
+    name: Annotated[str | None, Query(max_length=200, description="Only jobs of this very name.")] = None,
+    id_prefix: Annotated[str | None, Query(max_length=64, description="Only jobs whose id begins so.")] = None,
 ) -> JobPage:
     """Return jobs, newest first."""
-    return service.list_jobs(limit=limit, cursor=cursor, state=state)
+    return service.list_jobs(limit=limit, cursor=cursor, state=state, name=name, id_prefix=id_prefix)
 
 
 @router.get("/jobs/{job_id}", responses=responses(404), summary="Look at a job")

@@ -34,6 +34,12 @@ from twinstep.spec.errors import (
 from twinstep.spec.parse import show
 
 MEDIA_TYPE = "application/problem+json"
+SAFE_HEADERS = {
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Of every answer. A foreign page may show none of ours in a frame, to have the user click what it lies under."""
 
 
 class RequestError(TwinstepError):
@@ -149,7 +155,7 @@ def problem_response(error: TwinstepError, *, instance: str, headers: Mapping[st
             for fault in error.faults
         ],
     }
-    extra = dict(headers or {})
+    extra = {**SAFE_HEADERS, **(headers or {})}
     if status == 401:
         extra["WWW-Authenticate"] = "Bearer"
     # ASCII: what was given may hold lone surrogates, which UTF-8 cannot.

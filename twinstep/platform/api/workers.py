@@ -39,7 +39,7 @@ async def report(
 ) -> ReportAck:
     """Store the records that are next in line, and say up to which seq all are stored."""
     token = credentials.credentials if credentials else ""
-    # Before the body is read: who has no token may not make us hold eight mebibytes.
+    # The one check, before the body is read: who has no token may not make us hold eight mebibytes.
     await run_in_threadpool(service.check_token, run_id, token)
     require_type(request, JSON_TYPE)
     body = await read_body(request, limit=MAX_REPORT_BYTES)
@@ -49,6 +49,6 @@ async def report(
             batch = ReportBatch.model_validate_json(body)
         except ValidationError as error:
             raise from_validation(error) from None
-        return service.report(run_id, token, batch)
+        return service.report(run_id, batch)
 
     return await run_in_threadpool(take)

@@ -19,7 +19,7 @@ from twinstep.platform.store.moves import write_move
 from twinstep.platform.store.tables import EventRow, MetricRow, RunRow
 from twinstep.spec.errors import NotFoundError
 from twinstep.spec.report import EventRecord, MetricRecord, ProgressRecord, Record, ResultRecord
-from twinstep.spec.states import FINAL, RunState
+from twinstep.spec.states import RunState
 
 MAX_NAME = 200  # characters of a metric's name, as its column has it
 
@@ -33,8 +33,6 @@ class Ingested:
     """Every record up to this seq is stored."""
     stored: int
     """Records of this batch that were new."""
-    cancel: bool
-    """Somebody asked for the run to stop."""
     lost: tuple[tuple[int, int], ...] = ()
     """First and last seq of each gap that was skipped."""
 
@@ -66,9 +64,7 @@ def ingest(
         NotFoundError: no such run.
     """
     run = connection.execute(
-        select(
-            RunRow.job_id, RunRow.state, RunRow.version, RunRow.acked_seq, RunRow.started_at, RunRow.cancel_requested_at
-        )
+        select(RunRow.job_id, RunRow.state, RunRow.version, RunRow.acked_seq)
         .where(RunRow.id == run_id)
         .with_for_update()
     ).one_or_none()
@@ -104,7 +100,6 @@ def ingest(
         job_id=run.job_id,
         acked=acked,
         stored=stored,
-        cancel=run.cancel_requested_at is not None and RunState(run.state) not in FINAL,
         lost=tuple(lost),
     )
 

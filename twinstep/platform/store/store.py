@@ -116,13 +116,28 @@ class Store:
             raise NotFoundError(f"there is no job {job_id!r}", remedy="list the jobs: twinstep ls, or GET /v1/jobs")
         return JobDetail.model_validate(_job_fields(row) | {"spec": row.spec})
 
-    def jobs(self, *, limit: int = 50, cursor: str | None = None, state: RunState | None = None) -> JobPage:
-        """Return jobs, newest first; `cursor` is the id after which the page begins."""
+    def jobs(
+        self,
+        *,
+        limit: int = 50,
+        cursor: str | None = None,
+        state: RunState | None = None,
+        name: str | None = None,
+        id_prefix: str | None = None,
+    ) -> JobPage:
+        """Return jobs, newest first; `cursor` is the id after which the page begins.
+
+        `name` is the whole name; `id_prefix` is how the id begins.
+        """
         query = _jobs().order_by(JobRow.id.desc()).limit(limit + 1)
         if cursor is not None:
             query = query.where(JobRow.id < cursor)
         if state is not None:
             query = query.where(RunRow.state == state)
+        if name is not None:
+            query = query.where(JobRow.name == name)
+        if id_prefix is not None:
+            query = query.where(func.substr(JobRow.id, 1, len(id_prefix)) == id_prefix)  # LIKE would not tell A from a
         with self._database.read() as connection:
             rows = connection.execute(query).all()
         items = [Job.model_validate(_job_fields(row)) for row in rows[:limit]]
@@ -164,7 +179,6 @@ class Store:
         reason: str,
         actor: str,
         token_hash: str | None = None,
-        handle: dict[str, Any] | None = None,
     ) -> bool:
         """Move a run to another state and write the event of it; False where somebody else was first.
 
@@ -176,8 +190,6 @@ class Store:
         changes: dict[str, Any] = {}
         if token_hash is not None:
             changes["token_hash"] = token_hash
-        if handle is not None:
-            changes["handle"] = handle
         with self._database.write() as connection:
             row = connection.execute(
                 select(RunRow.job_id, RunRow.state, RunRow.version, RunRow.started_at)

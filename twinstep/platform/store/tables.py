@@ -32,6 +32,7 @@ class JobRow(Base):
     """What a user submitted."""
 
     __tablename__ = "jobs"
+    __table_args__ = (Index(None, "name", "id"),)
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     name: Mapped[str] = mapped_column(String(63))
     spec: Mapped[dict[str, Any]] = mapped_column(_JSON)
@@ -58,8 +59,6 @@ class RunRow(Base):
     progress: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
     summary: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
     acked_seq: Mapped[int] = mapped_column(BigInteger)
-    handle: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
-    """What the backend keeps to find the run again."""
 
 
 class EventRow(Base):

@@ -22,6 +22,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_jobs"),
     )
+    op.create_index("ix_jobs_name_id", "jobs", ["name", "id"])
     op.create_table(
         "runs",
         sa.Column("id", sa.String(32), nullable=False),
@@ -39,7 +40,6 @@ def upgrade() -> None:
         sa.Column("progress", sa.JSON(), nullable=True),
         sa.Column("summary", sa.JSON(), nullable=True),
         sa.Column("acked_seq", sa.BigInteger(), nullable=False),
-        sa.Column("handle", sa.JSON(), nullable=True),
         sa.PrimaryKeyConstraint("id", name="pk_runs"),
         sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_runs_job_id_jobs", ondelete="CASCADE"),
         sa.UniqueConstraint("job_id", "attempt", name="uq_runs_job_id_attempt"),
