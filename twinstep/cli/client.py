@@ -30,7 +30,6 @@ from twinstep.spec.errors import (
 DEFAULT_URL = "http://127.0.0.1:8765"
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 PAGE = 200
-MAX_PREFIX_PAGES = 100  # 20,000 jobs looked through for a name or a prefix; beyond that, give the id
 
 _BY_CODE: dict[str, type[TwinstepError]] = {
     kind.code: kind for kind in (SpecError, NotFoundError, ConflictError, AuthError, UnavailableError)
@@ -74,7 +73,7 @@ def _written_url(environ: Mapping[str, str]) -> str | None:
         return None
 
 
-class ControlPlane:
+class PlaneClient:
     """One control plane over HTTP. Use it as a context manager."""
 
     def __init__(self, url: str) -> None:
@@ -96,11 +95,11 @@ class ControlPlane:
         """Return what POST `path` answers, as JSON."""
         return self._ask("POST", path, json=body)
 
-    def jobs(self, *, state: str | None = None, limit: int = PAGE) -> Iterator[dict[str, Any]]:
-        """Yield jobs, newest first, page by page."""
+    def jobs(self, *, limit: int = PAGE, **only: str | None) -> Iterator[dict[str, Any]]:
+        """Yield jobs, newest first, page by page; `only` are filters of `GET /v1/jobs`: state, name, id_prefix."""
         cursor: str | None = None
         while True:
-            page = self.get("/v1/jobs", limit=min(limit, PAGE), cursor=cursor, state=state)
+            page = self.get("/v1/jobs", limit=min(limit, PAGE), cursor=cursor, **only)
             yield from page["items"]
             cursor = page.get("next_cursor")
             if cursor is None:
@@ -122,22 +121,24 @@ class ControlPlane:
                 return self.job(ref)
             except NotFoundError:
                 pass
-        begins: list[str] = []
-        for count, job in enumerate(self.jobs()):
+        for job in self._some(name=ref[:200]):
             if job["name"] == ref:  # newest first, so the first is the newest
                 return self.job(job["id"])
-            if job["id"].startswith(ref) or job["id"].removeprefix("job-").startswith(ref):
-                begins.append(job["id"])
-            if count > PAGE * MAX_PREFIX_PAGES:
-                break
+        prefix = (ref if "job-".startswith(ref[:4]) else f"job-{ref}")[:64]
+        begins = [job["id"] for job in self._some(id_prefix=prefix) if job["id"].startswith(prefix)]
         if len(begins) == 1:
             return self.job(begins[0])
         if begins:
             some = ", ".join(begins[:3]) + (", …" if len(begins) > 3 else "")
             raise NotFoundError(
-                f"{ref!r} begins the ids of {len(begins)} jobs: {some}", remedy="give more of the id, or all of it"
+                f"{ref!r} begins the ids of several jobs: {some}", remedy="give more of the id, or all of it"
             )
         raise NotFoundError(f"no job has the id or the name {ref!r}", remedy="twinstep ls lists them")
+
+    def _some(self, **only: str) -> list[dict[str, Any]]:
+        """Return the newest few jobs that fit, in one question."""
+        found: list[dict[str, Any]] = self.get("/v1/jobs", limit=4, **only)["items"]
+        return found
 
     @contextmanager
     def stream(self, path: str, *, params: Mapping[str, Any], last_event_id: str = "") -> Iterator[Iterator[str]]:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from twinstep.cli.output import EXIT_FAILED, RemoteError, UnreachableError, console, print_json
 
 if TYPE_CHECKING:
-    from twinstep.cli.client import ControlPlane
+    from twinstep.cli.client import PlaneClient
 
 GIVE_UP_S = 120.0  # a control plane that is away so long is not just restarting
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
@@ -54,7 +54,7 @@ def parse_sse(lines: Iterable[str]) -> Iterator[Message]:
 
 
 def messages(
-    plane: ControlPlane,
+    plane: PlaneClient,
     job_id: str,
     *,
     kinds: Iterable[str],
@@ -106,7 +106,7 @@ def _data(message: Message) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def follow_job(plane: ControlPlane, job_id: str, *, as_json: bool) -> int:
+def follow_job(plane: PlaneClient, job_id: str, *, as_json: bool) -> int:
     """Show a job until it ends; return 0 where it succeeded, else 1."""
     from twinstep.cli.live import PlainView, RichView
 
@@ -124,7 +124,7 @@ def follow_job(plane: ControlPlane, job_id: str, *, as_json: bool) -> int:
     return 0 if state == "succeeded" else EXIT_FAILED
 
 
-def _follow_json(plane: ControlPlane, job_id: str) -> int:
+def _follow_json(plane: PlaneClient, job_id: str) -> int:
     """Print each message as one JSON line, and the whole job last."""
     for event, data in messages(plane, job_id, kinds=("state", "event", "metrics")):
         if event != "end":
@@ -134,7 +134,7 @@ def _follow_json(plane: ControlPlane, job_id: str) -> int:
     return 0 if job["state"] == "succeeded" else EXIT_FAILED
 
 
-def log_text(plane: ControlPlane, job_id: str, *, follow: bool) -> Iterator[str]:
+def log_text(plane: PlaneClient, job_id: str, *, follow: bool) -> Iterator[str]:
     """Yield a job's log piece by piece: what is there, or with `follow` until the job ends."""
     if follow:
         for event, data in messages(plane, job_id, kinds=("log",)):

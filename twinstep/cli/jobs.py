@@ -15,8 +15,6 @@ from twinstep.cli.output import (
     STATE_STYLES,
     clean,
     console,
-    duration,
-    number,
     one_line,
     plain_table,
     print_json,
@@ -24,6 +22,7 @@ from twinstep.cli.output import (
 )
 from twinstep.cli.specfile import read_spec
 from twinstep.spec.states import RunState
+from twinstep.spec.words import DASH, duration, number
 
 JobArg = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, the start of one, or its name (the newest).")]
 UrlOpt = Annotated[
@@ -48,10 +47,10 @@ def submit(
     url: UrlOpt = None,
 ) -> int:
     """Hand a job spec to the control plane, and watch it with --follow."""
-    from twinstep.cli.client import ControlPlane, environ_url
+    from twinstep.cli.client import PlaneClient, environ_url
 
     spec = read_spec(spec_path)
-    with ControlPlane(environ_url(url)) as plane:
+    with PlaneClient(environ_url(url)) as plane:
         job = plane.post("/v1/jobs", spec.model_dump(mode="json"))
         page = f"{plane.url}/jobs/{job['id']}"
         if as_json:
@@ -72,9 +71,9 @@ def ls(
     url: UrlOpt = None,
 ) -> int:
     """List jobs, newest first."""
-    from twinstep.cli.client import ControlPlane, environ_url
+    from twinstep.cli.client import PlaneClient, environ_url
 
-    with ControlPlane(environ_url(url)) as plane:
+    with PlaneClient(environ_url(url)) as plane:
         jobs = list(islice(plane.jobs(state=state.value if state else None, limit=limit), limit))
     if as_json:
         print_json({"jobs": jobs})
@@ -102,9 +101,9 @@ def ls(
 
 def get(job_ref: JobArg, as_json: JsonOpt = False, url: UrlOpt = None) -> int:
     """Show one job: state, run, progress, and the summary once it has ended."""
-    from twinstep.cli.client import ControlPlane, environ_url
+    from twinstep.cli.client import PlaneClient, environ_url
 
-    with ControlPlane(environ_url(url)) as plane:
+    with PlaneClient(environ_url(url)) as plane:
         job = plane.find(job_ref)
         page = f"{plane.url}/jobs/{job['id']}"
     if as_json:
@@ -146,7 +145,7 @@ def show_job(job: Mapping[str, Any], *, page: str) -> None:
 
 def steps(progress: Mapping[str, Any]) -> str:
     """Return `120/300`, or a dash before the first report."""
-    return f"{progress.get('step', 0)}/{progress.get('total_steps', 0)}" if progress else "–"
+    return f"{progress.get('step', 0)}/{progress.get('total_steps', 0)}" if progress else DASH
 
 
 def progress_line(progress: Mapping[str, Any]) -> str:
@@ -167,10 +166,10 @@ def logs(
     url: UrlOpt = None,
 ) -> int:
     """Print the log of a job's newest run."""
-    from twinstep.cli.client import ControlPlane, environ_url
+    from twinstep.cli.client import PlaneClient, environ_url
     from twinstep.cli.follow import log_text
 
-    with ControlPlane(environ_url(url)) as plane:
+    with PlaneClient(environ_url(url)) as plane:
         job = plane.find(job_ref)
         raw = not sys.stdout.isatty()  # a file gets the bytes as they are; a terminal must not be steered by them
         for text in log_text(plane, job["id"], follow=follow):
@@ -183,9 +182,9 @@ def cancel(job_ref: JobArg, as_json: JsonOpt = False, url: UrlOpt = None) -> int
     """Ask for a job to stop."""
     from urllib.parse import quote
 
-    from twinstep.cli.client import ControlPlane, environ_url
+    from twinstep.cli.client import PlaneClient, environ_url
 
-    with ControlPlane(environ_url(url)) as plane:
+    with PlaneClient(environ_url(url)) as plane:
         job = plane.find(job_ref)
         job = plane.post(f"/v1/jobs/{quote(job['id'], safe='')}/cancel")
     if as_json:

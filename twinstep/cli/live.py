@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from twinstep.cli.output import clean, console, duration, number, one_line, summary_table
+from twinstep.cli.output import clean, console, one_line, summary_table
+from twinstep.spec.words import duration, number
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from twinstep.spec.errors import CompileError, TrainError, TwinstepError, UnavailableError
+from twinstep.spec.words import BIDIRECTIONAL, CONTROLS, DASH, cut, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,11 +23,9 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 PIPE_WIDTH = 200  # columns of what a program reads
 
-# C0 and C1 controls but tab and newline become visible pictures; U+FFFD stands for those that have none.
-_CONTROLS = {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)}
-_CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-# Bidirectional overrides can make a line read as what it is not.
-_CONTROLS |= dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
+# Controls but tab and newline become visible pictures; U+FFFD stands for those that have none.
+_SHOWN = dict.fromkeys(BIDIRECTIONAL | CONTROLS, 0xFFFD) | {code: 0x2400 + code for code in CONTROLS if code < 0x20}
+_SHOWN |= {0x7F: 0x2421, 0x0A: 0x0A}
 
 STATE_STYLES = {
     "pending": "dim",
@@ -54,13 +53,13 @@ class RemoteError(TwinstepError):
 
 def clean(text: str) -> str:
     """Return `text` with control characters made visible, tabs and newlines kept."""
-    return text.translate(_CONTROLS)
+    return text.translate(_SHOWN)
 
 
 def one_line(text: str, *, width: int = 0) -> str:
     """Return `text` cleaned and on one line, cut to `width` characters where `width` is given."""
     line = " ".join(clean(text).split())
-    return line if not width or len(line) <= width else line[: width - 1] + "…"
+    return cut(line, width) if width else line
 
 
 def exit_code(error: TwinstepError) -> int:
@@ -122,27 +121,6 @@ def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     return table
 
 
-def number(value: Any, digits: int = 4) -> str:
-    """Return a figure for people: `digits` after the point, a dash where there is none."""
-    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
-        return "–"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
-
-
-def duration(seconds: float | None) -> str:
-    """Return seconds as `8 s`, `3 min 20 s`, `2 h 5 min` or `3 d 4 h`; a dash for None."""
-    if seconds is None:
-        return "–"
-    if seconds < 10:
-        return f"{max(seconds, 0.0):.1f} s"
-    whole = int(seconds)
-    for unit, size, small, rest in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= size:
-            count, left = whole // size, whole % size // rest
-            return f"{count} {unit} {left} {small}" if left else f"{count} {unit}"
-    return f"{whole} s"
-
-
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """Return the table a finished run ends with: backend, speed, compile, held-out scores, the baselines' AUC."""
     baselines = summary.get("baselines") or {}
@@ -151,7 +129,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     heads += [f"AUC {one_line(name, width=24).replace('_', ' ')}" for name in names]
     table = plain_table(*heads, right=tuple(heads[1:]))
     table.add_row(
-        one_line(str(summary.get("backend", "–")), width=24),
+        one_line(str(summary.get("backend", DASH)), width=24),
         number(summary.get("steps")),
         number(summary.get("examples_per_s"), 1),
         number(summary.get("compile_s"), 1),

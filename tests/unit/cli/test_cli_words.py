@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from twinstep.cli.client import find_url, problem, sse_lines
 from twinstep.cli.follow import Message, parse_sse
 from twinstep.cli.live import event_line
-from twinstep.cli.output import RemoteError, clean, duration, exit_code, number, one_line
+from twinstep.cli.output import RemoteError, clean, exit_code, one_line
 from twinstep.spec.errors import ConflictError, DataError, SpecError, TrainError, TwinstepError
+from twinstep.spec.words import cut, duration, number
 
 
 def test_an_event_stream_is_read_as_the_standard_says() -> None:
@@ -50,9 +51,19 @@ def test_one_line_is_one_line_of_at_most_its_width(text: str, width: int) -> Non
 
 
 def test_durations_and_figures_read_well() -> None:
-    shown = {None: "–", 0.04: "0.0 s", 9.9: "9.9 s", 59: "59 s", 60: "1 min", 200: "3 min 20 s", 7500: "2 h 5 min"}
+    shown = {
+        None: "–",
+        -3: "0.0 s",
+        0.04: "0.0 s",
+        9.9: "9.9 s",
+        59: "59 s",
+        60: "1 min",
+        200: "3 min 20 s",
+        7500: "2 h 5 min",
+    }
     assert {seconds: duration(seconds) for seconds in shown} == shown
     assert [number(value) for value in (None, True, 1234, 0.73456)] == ["–", "–", "1,234", "0.7346"]
+    assert [cut(text, 4) for text in ("four", "fives", "")] == ["four", "fiv…", ""]
 
 
 def test_an_event_without_its_parts_still_makes_a_line() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,9 +58,7 @@ def test_a_refresh_reads_only_new_points_however_long_the_run(service: CountingS
     assert all(0 < len(lines.points[line]) <= MAX_POINTS for line in ("loss", "auc"))
     assert set(lines.points) == {"loss", "auc", "ne", "examples_per_s"}
     service.points = 0
-    begun = time.perf_counter()
     again = reader.lines(job.id, job.run_id)
-    assert time.perf_counter() - begun < 0.5
     assert (service.points, again.version) == (0, lines.version)
     report(service, job.run_id, 12_001, 1)
     last = reader.lines(job.id, job.run_id)
@@ -87,7 +84,7 @@ def test_a_job_has_its_spec_as_yaml_and_all_its_runs(service: CountingService) -
     job = service.submit_job(spec)
     detail = Reader(service).job(job.id)
     assert parse_spec(detail.spec_yaml) == spec
-    assert [(run.number, run.state) for run in detail.attempts] == [(1, "pending")]
+    assert [(run.number, run.state) for run in detail.runs] == [(1, "pending")]
     assert detail.summary is None
     with pytest.raises(NotFoundError):
         Reader(service).job("job-none")

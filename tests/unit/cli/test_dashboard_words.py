@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from twinstep.platform.dashboard import words
 from twinstep.platform.dashboard.parts import compile_seconds, event_class, event_title, phase_words, summary_rows
 from twinstep.platform.dashboard.series import MAX_POINTS, Series
-from twinstep.platform.dashboard.views import EventLine, JobRow
+from twinstep.platform.dashboard.views import EventLine, JobLine
 from twinstep.spec.states import RunState
 
 finite = st.floats(-1e6, 1e6)
@@ -90,7 +90,7 @@ def test_a_summary_of_any_shape_becomes_rows_of_text(summary: dict[str, object])
 
 def test_every_state_has_its_words() -> None:
     for state in RunState:
-        row = JobRow(id="j", name="n", state=state, model="m", dataset="d", backend="b", created=0)
+        row = JobLine(id="j", name="n", state=state, model="m", dataset="d", backend="b", created=0)
         assert phase_words(row)
         assert row.seconds(5) is None
 

@@ -19,32 +19,32 @@ from twinstep.platform.dashboard.parts import (
     Facts,
     LogTail,
     Table,
-    attempt_rows,
     compile_seconds,
+    run_rows,
     summary_rows,
 )
 from twinstep.platform.dashboard.reader import Reader
-from twinstep.platform.dashboard.views import EventLine, JobDetail, Lines, LogPiece
+from twinstep.platform.dashboard.views import EventLine, JobWithRuns, Lines, LogPiece
 from twinstep.spec.errors import NotFoundError, TwinstepError
 
 REFRESH_SECONDS = 1.0
-FINAL_EVERY = 5  # a job that ended is looked at every fifth time: late reports, another attempt
+FINAL_EVERY = 5  # a job that ended is looked at every fifth time: late reports, another run
 
 
 class _Read(NamedTuple):
     """What one refresh read."""
 
-    detail: JobDetail
+    detail: JobWithRuns
     lines: Lines
     events: list[EventLine]
     event_at: int
     log: LogPiece | None
 
 
-class JobPage:
-    """One browser's view of one job."""
+class JobScreen:
+    """One job on one browser's screen."""
 
-    def __init__(self, reader: Reader, detail: JobDetail) -> None:
+    def __init__(self, reader: Reader, detail: JobWithRuns) -> None:
         self.reader, self.job_id = reader, detail.row.id
         self.run_id, self.log_at, self.event_at, self.ticks = "", -1, 0, 0
         self.compile_s: dict[str, float] = {}
@@ -64,10 +64,10 @@ class JobPage:
                 self.events = Events()
                 self.log = LogTail()
                 self._spec(detail)
-                with theme.card("Attempts", note="runs of this job, newest first"):
-                    self.attempts = Table("tw-attempts")
+                with theme.card("Runs", note="newest first"):
+                    self.runs = Table("tw-runs")
 
-    def _head(self, detail: JobDetail) -> None:
+    def _head(self, detail: JobWithRuns) -> None:
         row = detail.row
         with theme.div("tw-job-head"):
             with theme.div("tw-min"):
@@ -92,7 +92,7 @@ class JobPage:
         self.dialog = dialog
         self.cancel.on("click", dialog.open)
 
-    def _spec(self, detail: JobDetail) -> None:
+    def _spec(self, detail: JobWithRuns) -> None:
         with theme.card("Spec", note="defaults filled in") as right:
             with right:
                 theme.button("Copy", "tw-btn-small").on("click", lambda: self._copy(detail.spec_yaml)).mark("copy")
@@ -125,7 +125,7 @@ class JobPage:
                 self.reason.set_text(f"Not refreshed: {error}")
                 theme.show(self.reason, True)
                 return
-            if not self.attempts.root.is_deleted:  # the browser has not gone
+            if not self.runs.root.is_deleted:  # the browser has not gone
                 self._show(read)
 
     def _read(self, *, with_log: bool) -> _Read:
@@ -165,7 +165,7 @@ class JobPage:
         theme.show(self.no_summary, detail.summary is None)
         if detail.summary is not None:
             self.summary.set(("", ""), summary_rows(detail.summary))
-        self.attempts.set(("", "State", "Run", "Duration", "Reason"), attempt_rows(detail.attempts, now=now))
+        self.runs.set(("", "State", "Run", "Duration", "Reason"), run_rows(detail.runs, now=now))
 
 
 async def build(reader: Reader, job_id: str) -> None:
@@ -179,7 +179,7 @@ async def build(reader: Reader, job_id: str) -> None:
         build_missing(f"There is no job {job_id[:80]!r}.")
         return
     ui.page_title(f"{detail.row.name} · Twinstep")
-    page = JobPage(reader, detail)
+    page = JobScreen(reader, detail)
     await page.refresh()
     ui.timer(REFRESH_SECONDS, page.refresh, immediate=False)
 

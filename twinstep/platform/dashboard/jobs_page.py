@@ -12,7 +12,8 @@ from nicegui import ui
 
 from twinstep.platform.dashboard import theme, words
 from twinstep.platform.dashboard.reader import Reader
-from twinstep.platform.dashboard.views import JobPageOf, JobRow
+from twinstep.platform.dashboard.views import JobLine, JobLines
+from twinstep.spec.words import duration, number
 
 PAGE_SIZE = 25
 REFRESH_SECONDS = 1.0
@@ -33,7 +34,7 @@ _HEADS = (
 class Row:
     """One job's row."""
 
-    def __init__(self, row: JobRow) -> None:
+    def __init__(self, row: JobLine) -> None:
         self.state = row.state
         self.root = theme.div(f"tw-grid-row tw-is-{row.state}").props(f'data-job="{row.id}"')
         with self.root:
@@ -58,7 +59,7 @@ class Row:
     def _figure(name: str) -> ui.label:
         return theme.text("", "tw-cell tw-right tw-num").props(f'data-name="{name}"')
 
-    def update(self, row: JobRow, *, now: float) -> None:
+    def update(self, row: JobLine, *, now: float) -> None:
         """Show the row as it is now."""
         self.chip.set(row.state)
         if row.state != self.state:
@@ -67,13 +68,13 @@ class Row:
         self.bar.set(row.step, row.total_steps)
         self.progress.set_text(progress_words(row))
         self.speed.set_text(words.rate(row.examples_per_s))
-        self.loss.set_text(words.number(row.loss))
-        self.auc.set_text(words.number(row.auc))
+        self.loss.set_text(number(row.loss))
+        self.auc.set_text(number(row.auc))
         self.age.set_text(words.age(now - row.created))
-        self.took.set_text(words.duration(row.seconds(now)))
+        self.took.set_text(duration(row.seconds(now)))
 
 
-def progress_words(row: JobRow) -> str:
+def progress_words(row: JobLine) -> str:
     """Return where a job stands: `120 / 300`, with the phase where it is not plain training."""
     if row.total_steps == 0:
         return "" if row.final else "waiting" if row.state in ("pending", "queued") else row.phase or "starting"
@@ -81,8 +82,8 @@ def progress_words(row: JobRow) -> str:
     return f"{steps} · {row.phase}" if row.phase in ("compiling", "evaluating") and not row.final else steps
 
 
-class JobsPage:
-    """The list with its pager and its empty state."""
+class JobsScreen:
+    """The list on one browser's screen, with its pager and its empty state."""
 
     def __init__(self, reader: Reader, *, url: str) -> None:
         self.reader, self.rows = reader, dict[str, Row]()
@@ -135,7 +136,7 @@ class JobsPage:
         theme.show(self.stale, False)
         self._show(page)
 
-    def _show(self, page: JobPageOf) -> None:
+    def _show(self, page: JobLines) -> None:
         now = time.time()
         wanted = {row.id for row in page.rows}
         for gone in [job_id for job_id in self.rows if job_id not in wanted]:
@@ -158,6 +159,6 @@ class JobsPage:
 
 async def build(reader: Reader, *, url: str) -> None:
     """Build the page for one browser, filled at once, and keep it current."""
-    page = JobsPage(reader, url=url)
+    page = JobsScreen(reader, url=url)
     await page.refresh()
     ui.timer(REFRESH_SECONDS, page.refresh, immediate=False)

@@ -1,4 +1,4 @@
-"""The parts of a job's page: facts, charts, events, log, summary, attempts. Each shows data it is handed, once.
+"""The parts of a job's page: facts, charts, events, log, summary, runs. Each shows data it is handed, once.
 
 Parts send only what differs; none of them reads the store. Whatever a worker or a user wrote is shown as text.
 """
@@ -12,7 +12,8 @@ from typing import Any
 from nicegui import ui
 
 from twinstep.platform.dashboard import charts, theme, words
-from twinstep.platform.dashboard.views import Attempt, EventLine, JobRow, Lines
+from twinstep.platform.dashboard.views import EventLine, JobLine, Lines, RunLine
+from twinstep.spec.words import DASH, cut, duration, number
 
 MAX_EVENTS = 200
 MAX_LOG_LINES = 400
@@ -40,19 +41,19 @@ class Facts:
     def _fact(name: str) -> ui.label:
         with theme.div():
             theme.text(name, "tw-fact-name")
-            return theme.text(words.DASH, "tw-fact-value")
+            return theme.text(DASH, "tw-fact-value")
 
-    def update(self, row: JobRow, *, compile_s: float | None, ne: float | None, now: float) -> None:
+    def update(self, row: JobLine, *, compile_s: float | None, ne: float | None, now: float) -> None:
         """Show the figures as they are now."""
         total = f" / {row.total_steps:,}" if row.total_steps else ""
         figures = {
-            "Step": f"{row.step:,}{total}" if row.step or total else words.DASH,
+            "Step": f"{row.step:,}{total}" if row.step or total else DASH,
             "examples/s": words.rate(row.examples_per_s),
-            "Loss": words.number(row.loss),
-            "Held-out AUC": words.number(row.auc),
-            "Held-out NE": words.number(ne),
-            "Compile": words.duration(compile_s),
-            "Duration": words.duration(row.seconds(now)),
+            "Loss": number(row.loss),
+            "Held-out AUC": number(row.auc),
+            "Held-out NE": number(ne),
+            "Compile": duration(compile_s),
+            "Duration": duration(row.seconds(now)),
         }
         for name, figure in figures.items():
             self.values[name].set_text(figure)
@@ -61,10 +62,10 @@ class Facts:
         self.state = row.state
         self.phase.set_text(phase_words(row))
         eta = row.eta_s is not None and not row.final and row.state == "running"
-        self.eta.set_text(f"about {words.duration(row.eta_s)} of steps left" if eta else "")
+        self.eta.set_text(f"about {duration(row.eta_s)} of steps left" if eta else "")
 
 
-def phase_words(row: JobRow) -> str:
+def phase_words(row: JobLine) -> str:
     """Return what the job does now, in a few words; compiling is kept apart from steps."""
     if row.final:
         return {"succeeded": "Finished", "failed": "Failed", "cancelled": "Cancelled"}[row.state]
@@ -145,7 +146,7 @@ class Events:
             with theme.div():
                 theme.text(event_title(event), "tw-event-name")
                 if event.reason:
-                    theme.text(words.cut(event.reason, 600), "tw-event-text tw-small")
+                    theme.text(cut(event.reason, 600), "tw-event-text tw-small")
                 if event.actor:
                     theme.text(f"by {event.actor}", "tw-dim tw-small")
         return line
@@ -155,11 +156,11 @@ def event_title(event: EventLine) -> str:
     """Return an event's heading: `starting → running`, `compiled · 8.4 s`."""
     data = event.data
     if event.name == "state_changed" and "from" in data and "to" in data:
-        return words.cut(f"{data['from']} → {data['to']}", 80)
+        return cut(f"{data['from']} → {data['to']}", 80)
     seconds = data.get("seconds")
     timed = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    title = event.name.replace("_", " ") + (f" · {words.duration(seconds)}" if timed else "")
-    return words.cut(title, 80)
+    title = event.name.replace("_", " ") + (f" · {duration(seconds)}" if timed else "")
+    return cut(title, 80)
 
 
 def event_class(event: EventLine) -> str:
@@ -206,7 +207,7 @@ class LogTail:
         for line in lines[-MAX_LOG_LINES:]:
             # A progress bar redraws its line with carriage returns: what stands last is what was to be seen.
             shown = line.rstrip("\r").rsplit("\r", 1)[-1]
-            self.log.push(words.cut(words.printable(shown), MAX_LINE) or " ")
+            self.log.push(cut(words.printable(shown), MAX_LINE) or " ")
 
 
 class Table:
@@ -233,35 +234,35 @@ class Table:
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return a finished run's summary as names and figures, the baselines beside the model's AUC."""
     get = summary.get
-    rows = [("Held-out AUC", words.number(get("auc")))]
+    rows = [("Held-out AUC", number(get("auc")))]
     baselines = get("baselines")
     if isinstance(baselines, dict):
         for name, score in list(baselines.items())[:8]:
             auc = score.get("auc") if isinstance(score, dict) else None
-            rows.append((f"AUC of {words.cut(str(name), 40).replace('_', ' ')}", words.number(auc)))
+            rows.append((f"AUC of {cut(str(name), 40).replace('_', ' ')}", number(auc)))
     rows += [
-        ("Held-out NE", words.number(get("ne"))),
-        ("Final loss", words.number(get("final_loss"))),
-        ("Backend", words.cut(str(get("backend", words.DASH)), 40)),
-        ("Steps", words.number(get("steps"))),
-        ("Training examples", words.number(get("examples"))),
+        ("Held-out NE", number(get("ne"))),
+        ("Final loss", number(get("final_loss"))),
+        ("Backend", cut(str(get("backend", DASH)), 40)),
+        ("Steps", number(get("steps"))),
+        ("Training examples", number(get("examples"))),
         ("examples/s", words.rate(get("examples_per_s"))),
-        ("Compile", words.duration(get("compile_s"))),
-        ("Training", words.duration(get("train_s"))),
-        ("Evaluation", f"{words.duration(get('eval_s'))} on {words.number(get('eval_examples'))} examples"),
-        ("Parameters", words.number(get("parameters"))),
+        ("Compile", duration(get("compile_s"))),
+        ("Training", duration(get("train_s"))),
+        ("Evaluation", f"{duration(get('eval_s'))} on {number(get('eval_examples'))} examples"),
+        ("Parameters", number(get("parameters"))),
     ]
     versions = get("versions")
     if isinstance(versions, dict) and versions:
         shown = ", ".join(f"{name} {version}" for name, version in list(versions.items())[:12])
-        rows.append(("Versions", words.cut(shown, 300)))
+        rows.append(("Versions", cut(shown, 300)))
     return rows
 
 
-def attempt_rows(attempts: Sequence[Attempt], *, now: float) -> list[tuple[str, ...]]:
+def run_rows(runs: Sequence[RunLine], *, now: float) -> list[tuple[str, ...]]:
     """Return the runs, the newest first: number, state, run id, duration, reason."""
     rows: list[tuple[str, ...]] = []
-    for run in reversed(attempts[-50:]):
+    for run in reversed(runs[-50:]):
         took = None if run.started is None else (run.ended if run.ended is not None else now) - run.started
-        rows.append((str(run.number), run.state, run.id, words.duration(took), words.cut(run.reason, 300)))
+        rows.append((str(run.number), run.state, run.id, duration(took), cut(run.reason, 300)))
     return rows

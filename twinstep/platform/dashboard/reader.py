@@ -12,10 +12,9 @@ import threading
 from collections import OrderedDict
 
 from twinstep.platform.dashboard.series import Series
-from twinstep.platform.dashboard.views import Attempt, EventLine, JobDetail, JobPageOf, JobRow, Lines, LogPiece
+from twinstep.platform.dashboard.views import EventLine, JobLine, JobLines, JobWithRuns, Lines, LogPiece, RunLine
 from twinstep.platform.scheduler.service import Service
-from twinstep.platform.store.records import Job
-from twinstep.platform.store.records import JobDetail as StoredJob
+from twinstep.platform.store.records import Job, JobDetail
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import dump_spec
 
@@ -48,22 +47,22 @@ class Reader:
         self._lines: OrderedDict[str, RunLines] = OrderedDict()
         self._about: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
-    def jobs(self, *, limit: int, cursor: str | None) -> JobPageOf:
+    def jobs(self, *, limit: int, cursor: str | None) -> JobLines:
         """Return one page of jobs, newest first."""
         page = self._service.list_jobs(limit=limit, cursor=cursor)
         rows = tuple(self._row(job) for job in page.items)
-        return JobPageOf(rows=rows, next_cursor=page.next_cursor)
+        return JobLines(rows=rows, next_cursor=page.next_cursor)
 
-    def job(self, job_id: str) -> JobDetail:
+    def job(self, job_id: str) -> JobWithRuns:
         """Return a job with its runs, or raise NotFoundError."""
         job = self._service.get_job(job_id)
         runs = self._service.list_runs(job_id)
-        return JobDetail(
+        return JobWithRuns(
             row=self._row(job),
             run_id=job.run_id,
             spec_yaml=dump_spec(JobSpec.model_validate(job.spec)),
-            attempts=tuple(
-                Attempt(
+            runs=tuple(
+                RunLine(
                     id=run.id,
                     number=run.attempt,
                     state=run.state.value,
@@ -132,11 +131,11 @@ class Reader:
         """Ask for a job to stop; raises ConflictError where it has ended."""
         self._service.cancel_job(job_id)
 
-    def _row(self, job: Job) -> JobRow:
+    def _row(self, job: Job) -> JobLine:
         progress, summary = job.progress, job.summary
         model, dataset = self._model_and_dataset(job)
         points = self._newest(job) if summary is None else {}
-        return JobRow(
+        return JobLine(
             id=job.id,
             name=job.name,
             state=job.state.value,
@@ -171,7 +170,7 @@ class Reader:
         with self._lock:
             known = self._about.get(job.id)
         if known is None:
-            spec = (job if isinstance(job, StoredJob) else self._service.get_job(job.id)).spec
+            spec = (job if isinstance(job, JobDetail) else self._service.get_job(job.id)).spec
             known = str(spec["model"]["kind"]), str(spec["data"]["dataset"])
             with self._lock:
                 self._about[job.id] = known

@@ -9,7 +9,7 @@ from twinstep.spec.states import FINAL, RunState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobRow:
+class JobLine:
     """One job in the list. Times are Unix seconds."""
 
     id: str
@@ -46,16 +46,16 @@ class JobRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobPageOf:
+class JobLines:
     """One page of the list, newest first."""
 
-    rows: tuple[JobRow, ...]
+    rows: tuple[JobLine, ...]
     next_cursor: str | None
     """Where the next page begins; None on the last one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
+class RunLine:
     """One run of a job. Times are Unix seconds."""
 
     id: str
@@ -67,14 +67,14 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobDetail:
+class JobWithRuns:
     """A job with all its runs, the newest last."""
 
-    row: JobRow
+    row: JobLine
     run_id: str
     """The newest run."""
     spec_yaml: str
-    attempts: tuple[Attempt, ...]
+    runs: tuple[RunLine, ...]
     summary: dict[str, Any] | None = None
     """RunSummary of the newest run, once it has one."""
 

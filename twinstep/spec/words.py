@@ -1,0 +1,39 @@
+"""Figures, times and hostile text, as the command and the pages both show them to people. Pure; prints nothing.
+
+Here because the command and the pages may not import each other, and both may import the vocabulary: the same run
+must read the same in a terminal and in a browser.
+"""
+
+from __future__ import annotations
+
+DASH = "–"
+
+# C0 and C1 controls and DEL but tab: they steer a terminal. The bidirectional ones make a line read as what it is not.
+CONTROLS = frozenset({*range(0x20), *range(0x7F, 0xA0)} - {0x09})
+BIDIRECTIONAL = frozenset({*range(0x202A, 0x202F), *range(0x2066, 0x206A)})
+
+
+def number(value: object, digits: int = 4) -> str:
+    """Return a figure: thousands separated, `digits` after the point; a dash for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return DASH
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds as `0.8 s`, `42 s`, `3 min 20 s`, `2 h 5 min` or `3 d 4 h`; a dash for None."""
+    if seconds is None:
+        return DASH
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = int(seconds)
+    for unit, size, small, rest in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            count, left = whole // size, whole % size // rest
+            return f"{count} {unit} {left} {small}" if left else f"{count} {unit}"
+    return f"{whole} s"
+
+
+def cut(text: str, width: int) -> str:
+    """Return `text` cut to `width` characters, the last one an ellipsis where some are left out."""
+    return text if len(text) <= width else text[: width - 1] + "…"
