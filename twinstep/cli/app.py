@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -62,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0, 1 failed, 2 something to mend, 130 interrupted.
 
     No exception leaves: a user's mistake is one message, a bug of ours names its place. TWINSTEP_TRACEBACK=1 shows
-    a bug's traceback.
+    a bug's traceback. A run's log has it before the message: nobody can run that again with a variable set.
     """
     as_json = wants_json(argv)
     try:
@@ -82,6 +83,8 @@ def run(argv: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get("TWINSTEP_TRACEBACK") == "1":
             raise
+        if os.environ.get("TWINSTEP_RUN_ID"):
+            traceback.print_exc()
         return _fail(_internal(error), as_json=as_json, code=EXIT_FAILED)
 
 
