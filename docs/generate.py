@@ -70,8 +70,13 @@ EVENTS = (
 METRICS = (
     ("loss", "training loss of the step's batch, all tasks together"),
     ("loss/TASK", "the same for one task, where a dataset has several"),
-    ("step_ms", "milliseconds of the step; compile, evaluation and waiting for data not counted"),
-    ("examples_per_s", "training examples (candidates with weight > 0) per second over the last 20 steps"),
+    ("step_ms", "milliseconds from having the batch to having the loss; compiling not counted"),
+    ("data_wait_ms", "milliseconds that the loop waited for the batch"),
+    (
+        "examples_per_s",
+        "training examples (candidates with weight > 0) per second over the last 20 iterations, whole: waiting for "
+        "data and reporting counted, compiling and evaluating not",
+    ),
     ("real_tokens", "UIH tokens of the batch that hold an event"),
     ("dummy_tokens", "UIH tokens of the batch that are padding"),
     ("events_cut", "events left out of the batch because its token budget was full"),

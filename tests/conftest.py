@@ -1,15 +1,37 @@
-"""Settings all tests share: they must stand in the environment before torch and jax are imported."""
+"""Settings all tests share: they must stand in the environment before torch and jax are imported.
+
+Tests that compile with Inductor (marked `inductor`, or given "inductor" as a parameter) are skipped, with the reason,
+on a machine that cannot build its code.
+"""
 
 from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["JAX_PLATFORMS"] = "cpu"
+KEPT = ("TWINSTEP_FIXTURES", "TWINSTEP_CHROMIUM", "TWINSTEP_KEEP_PICTURE")
 # A test that starts processes must not find a control plane or a run of the person who runs the tests.
-for name in [
-    name
-    for name in os.environ
-    if name.startswith("TWINSTEP_") and name not in ("TWINSTEP_SHARED", "TWINSTEP_CHROMIUM", "TWINSTEP_KEEP_PICTURE")
-]:
+for name in [name for name in os.environ if name.startswith("TWINSTEP_") and name not in KEPT]:
     del os.environ[name]
+
+
+def _compiles_with_inductor(item: pytest.Item) -> bool:
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return item.get_closest_marker("inductor") is not None or "inductor" in map(str, parameters.values())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    concerned = [item for item in items if _compiles_with_inductor(item)]
+    if not concerned:
+        return
+    from twinstep.spec.errors import UnavailableError
+    from twinstep.worker.train.toolchain import check_compiler
+
+    try:
+        check_compiler()
+    except UnavailableError as error:
+        for item in concerned:
+            item.add_marker(pytest.mark.skip(reason=str(error)))

@@ -79,9 +79,11 @@ class RunSummary(BaseModel):
     backend: str
     steps: int
     examples: int = Field(description="training examples (candidates with weight > 0) consumed")
-    examples_per_s: float = Field(description="over training steps; compile and evaluation not counted")
+    examples_per_s: float = Field(
+        description="over whole iterations: waiting for data and reporting counted, compiling and evaluating not"
+    )
     compile_s: float = Field(description="seconds spent capturing and lowering, all compiles together")
-    train_s: float
+    train_s: float = Field(description="seconds of all iterations; compiling and evaluating not counted")
     eval_s: float
     final_loss: float | None
     auc: float | None = Field(description="held-out AUC of the first task; null where only one class was seen")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from twinstep.spec.errors import UnavailableError
 from twinstep.spec.report import RunSummary
 from twinstep.worker.train import report
 from twinstep.worker.train.environment import RunContext
 from twinstep.worker.train.report import SpoolReporter
+from twinstep.worker.train.spool import Spool, SpoolReader
 
 
 class Receiver:
@@ -32,6 +37,7 @@ class Receiver:
         self.tokens: set[str] = set()
         self.answers: list[int] = []
         self.lose_answers = 0
+        self.odd_answers: list[bytes] = []
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -50,6 +56,8 @@ class Receiver:
                     self.close_connection = True
                     return
                 answer = json.dumps({"acked": len(receiver.records)}).encode()
+                if receiver.odd_answers:
+                    answer = receiver.odd_answers.pop(0)
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
@@ -224,3 +232,134 @@ def test_half_an_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWINSTEP_RUN_ID", "run-1")
     with pytest.raises(UnavailableError, match="TWINSTEP_RUN_TOKEN"):
         RunContext.from_environment()
+
+
+def test_records_that_the_receiver_has_already_are_not_sent_again_by_a_worker_that_comes_back(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    reports = reporter(receiver, tmp_path)
+    for step in range(1, 3001):
+        reports.metric(step, {"loss": 1.0})
+    reports.close()
+    receiver.posts.clear()
+    reports = reporter(receiver, tmp_path)
+    reports.metric(3001, {"loss": 1.0})
+    reports.close()
+    assert receiver.records[-1]["seq"] == 3001
+    assert sum(len(post) for post in receiver.posts) <= 1000 + 1
+
+
+def test_reading_on_costs_what_is_read_and_not_what_was_read_before(tmp_path: Path) -> None:
+    path = tmp_path / "spool.jsonl"
+    path.write_bytes(b"".join(b'{"seq": %d}\n' % seq for seq in range(1, 1001)))
+    content = path.read_bytes()
+    reader = SpoolReader(path)
+    assert len(reader.after(0, limit=500)) == 500
+    reader.after(500, limit=1)
+    behind = content.index(b'{"seq": 501}')
+    path.write_bytes(b"x" * behind + content[behind:])  # what was read is spoilt: whoever reads it again is found out
+    assert [json.loads(line)["seq"] for line in reader.after(500, limit=3)] == [501, 502, 503]
+    assert [json.loads(line)["seq"] for line in reader.after(998, limit=9)] == [999, 1000]
+
+
+@given(acks=st.lists(st.integers(0, 30), max_size=12), limit=st.integers(1, 7))
+def test_a_reader_gives_the_records_behind_any_acknowledgement_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory, acks: list[int], limit: int
+) -> None:
+    path = tmp_path_factory.mktemp("spool") / "spool.jsonl"
+    path.write_bytes(b"".join(b'{"seq": %d}\n' % seq for seq in range(1, 31)) + b'{"seq": 31')
+    reader = SpoolReader(path)
+    for acked in acks:
+        found = [json.loads(line)["seq"] for line in reader.after(acked, limit=limit)]
+        assert found == list(range(acked + 1, min(acked + limit, 30) + 1))
+
+
+@pytest.mark.parametrize(
+    "spoilt", [b'{"kind": "metric", "seq": 3, "ti', b"\x00" * 50, b"garbage\n", b"[1]\n{}\n", b'{"seq": null}\n']
+)
+def test_what_a_crash_left_behind_the_last_record_is_cut_off(tmp_path: Path, spoilt: bytes) -> None:
+    path = tmp_path / "spool.jsonl"
+    Spool(path).append("metric", {"step": 1})
+    Spool(path).append("metric", {"step": 2})
+    whole = path.read_bytes()
+    path.write_bytes(whole + spoilt)
+    assert Spool(path).append("metric", {"step": 3})
+    assert [(record["seq"], record["step"]) for record in spooled(tmp_path)] == [(1, 1), (2, 2), (3, 3)]
+
+
+# RLIMIT_FSIZE is the one full disk that any machine has: writes stop in the middle of a record, with EFBIG.
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from twinstep.worker.train.spool import Spool
+spool = Spool(Path(sys.argv[1]))
+most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+written = []
+for step in range(1, 31):
+    if step == 5:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, most))
+    if step == 25:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    if spool.append("metric", {"step": step, "values": {"loss": 0.5}}):
+        written.append(step)
+    assert Path(sys.argv[1]).read_bytes().endswith(b"\\n"), "half a record was left"
+spool.close()
+print(written)
+"""
+
+
+def test_a_full_disk_costs_the_records_that_did_not_fit_and_leaves_no_gap(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path / "spool.jsonl")],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    *said, written = found.stdout.splitlines()
+    steps = json.loads(written)
+    assert steps[:4] == [1, 2, 3, 4]
+    assert steps[-6:] == [25, 26, 27, 28, 29, 30]
+    assert 10 < len(steps) < 30
+    records = spooled(tmp_path)
+    assert [record["step"] for record in records] == steps
+    assert [record["seq"] for record in records] == list(range(1, len(steps) + 1))
+    assert [line.split(" (")[0].split(str(tmp_path))[0] for line in said] == [
+        "a report cannot be written to ",
+        f"{30 - len(steps)} reports could not be written to ",
+    ]
+
+
+def test_a_run_directory_that_is_not_there_costs_the_records_until_it_is(
+    receiver: Receiver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "later"
+    reports = reporter(receiver, run_dir)
+    reports.metric(1, {"loss": 1.0})
+    reports.metric(2, {"loss": 1.0})
+    run_dir.mkdir()
+    reports.metric(3, {"loss": 1.0})
+    reports.close()
+    assert [(record["seq"], record["step"]) for record in receiver.records] == [(1, 3)]
+    assert "2 reports could not be written" in capsys.readouterr().out
+
+
+def test_data_that_json_has_no_word_for_is_written_all_the_same(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.jsonl")
+    assert spool.append("event", {"data": {"a": math.nan, "b": [math.inf, Path("x")], 3: {"c": {4}}}})
+    assert spooled(tmp_path)[0]["data"] == {"a": None, "b": [None, "x"], "3": {"c": "{4}"}}
+
+
+@pytest.mark.parametrize("answer", [b"[]", b"{}", b'{"acked": null}', b"no json", b'{"acked": -5}'])
+def test_an_answer_that_is_none_is_taken_for_a_server_that_is_away(
+    receiver: Receiver, tmp_path: Path, answer: bytes
+) -> None:
+    receiver.odd_answers = [answer] * 2
+    reports = reporter(receiver, tmp_path)
+    for step in range(1, 4):
+        reports.metric(step, {"loss": 1.0})
+    deadline = time.monotonic() + 10
+    while receiver.odd_answers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    reports.metric(4, {"loss": 1.0})
+    reports.close()
+    assert not receiver.odd_answers
+    assert [record["step"] for record in receiver.records] == [1, 2, 3, 4]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from twinstep.spec.errors import SpecError, UnavailableError
 from twinstep.spec.job import JobSpec
+from twinstep.worker.train.toolchain import check_compiler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +49,8 @@ def prepare_environment(spec: JobSpec) -> None:
 
     Raises:
         SpecError: the spec's accelerator is not one that this process can train on.
-        UnavailableError: the cache directory cannot be made.
+        UnavailableError: the backend needs a compiler that is not here; the cache directory cannot be made, or others
+            can write to it.
     """
     if spec.accelerator.kind != "cpu":
         raise SpecError(
@@ -58,15 +61,40 @@ def prepare_environment(spec: JobSpec) -> None:
     # made steps several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ["JAX_PLATFORMS"] = "cpu"
+    if spec.compile.backend == "inductor":
+        check_compiler()
     directory = cache_directory(spec)
-    if directory is not None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UnavailableError(
-                f"the compile cache {directory} cannot be made: {error.strerror}",
-                remedy="set compile.cache_dir to a directory that can be written, or compile.cache: false",
-            ) from error
+    if directory is not None and spec.compile.backend != "eager":
+        _make_private(directory)
+        _make_private(directory / spec.compile.backend)
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory that its owner alone can write to, or check one: compiled programs are code that will be run."""
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.stat()
+    except OSError as error:
+        raise UnavailableError(
+            f"the compile cache {directory} cannot be made: {error.strerror}",
+            remedy="set compile.cache_dir to a directory that can be written, or compile.cache: false",
+        ) from error
+    if found.st_uid != os.geteuid():
+        raise UnavailableError(
+            f"the compile cache {directory} belongs to another user (id {found.st_uid}), who could put code into it",
+            remedy="set compile.cache_dir to a directory of your own, or compile.cache: false",
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UnavailableError(
+            f"the compile cache {directory} can be written by others, who could put code into it",
+            remedy=f"rm -r {directory}, or set compile.cache_dir to a directory of your own",
+        )
+
+
+def usable_processors() -> int:
+    """Return how many processors this process may run on: a container's or a taskset's share, not the machine's."""
+    return len(os.sched_getaffinity(0))
 
 
 def cache_directory(spec: JobSpec) -> Path | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -15,12 +13,7 @@ from twinstep.worker.data.events import DataSchema
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.metrics import BinaryMetrics, BinaryScores
 from twinstep.worker.data.prefetch import Prefetch
-
-
-class Stop(Protocol):
-    """Tells an evaluation that somebody wants the run to end."""
-
-    asked: bool
+from twinstep.worker.train.stop import StopSignal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +22,6 @@ class Scores:
 
     tasks: dict[str, BinaryScores]
     """By binary task; the first is the one a summary speaks of."""
-    seconds: float
     examples: int
     """Candidates scored for the first task."""
 
@@ -47,13 +39,17 @@ class Scores:
         return found
 
 
-def evaluate(model: nn.Module, loader: Loader, schema: DataSchema, *, max_batches: int | None, stop: Stop) -> Scores:
+def evaluate(
+    model: nn.Module, loader: Loader, schema: DataSchema, *, max_batches: int | None, stop: StopSignal
+) -> Scores | None:
     """Score the held-out part in order of time; the model is put back into the mode it was in.
+
+    Returns:
+        The scores, or None where a stop was asked for: those of a part would pass for those of the whole.
 
     Raises:
         TrainError: a logit is NaN: the parameters are no longer finite.
     """
-    started = time.perf_counter()
     binary = [(index, task.name) for index, task in enumerate(schema.tasks) if task.kind == "binary"]
     metrics = {name: BinaryMetrics() for _, name in binary}
     was_training = model.training
@@ -62,7 +58,7 @@ def evaluate(model: nn.Module, loader: Loader, schema: DataSchema, *, max_batche
         with torch.no_grad(), Prefetch(loader.eval_batches()) as batches:
             for batch, _ in itertools.islice(batches, max_batches):
                 if stop.asked:
-                    break
+                    return None
                 logits = model(batch).logits
                 for index, name in binary:
                     metrics[name].update(logits[index], batch.labels[index], batch.weights[index])
@@ -74,4 +70,4 @@ def evaluate(model: nn.Module, loader: Loader, schema: DataSchema, *, max_batche
         raise TrainError(
             "held-out logits are NaN", remedy="lower the learning rates, or set train.clip_norm; see the loss chart"
         )
-    return Scores(tasks=scores, seconds=time.perf_counter() - started, examples=first.examples)
+    return Scores(tasks=scores, examples=first.examples)

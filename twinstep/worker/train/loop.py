@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,17 +27,11 @@ from twinstep.worker.train.evaluate import Scores, evaluate
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.report import Reporter
 from twinstep.worker.train.step import make_train_step
+from twinstep.worker.train.stop import StopSignal
 from twinstep.worker.train.versions import software_versions
 
 PROGRESS_EVERY = 1.0  # seconds between progress records
 SPEED_WINDOW = 20  # steps that the reported speed is averaged over
-
-
-class Stop(Protocol):
-    """Tells the loop that somebody wants it to end."""
-
-    asked: bool
-    at_once: bool
 
 
 class Trainer:
@@ -52,7 +46,7 @@ class Trainer:
     """
 
     def __init__(
-        self, spec: JobSpec, *, reporter: Reporter, view: ProgressView, stop: Stop, run_dir: Path | None
+        self, spec: JobSpec, *, reporter: Reporter, view: ProgressView, stop: StopSignal, run_dir: Path | None
     ) -> None:
         self.spec = spec
         self.step = 0
@@ -77,7 +71,7 @@ class Trainer:
             "uih_budget": spec.data.uih_budget or spec.data.uih_len,
             "num_candidates": spec.data.num_candidates,
         }
-        self._examples, self._tokens = 0, 0
+        self._eval_seconds = 0.0
         self._last_loss = math.nan
         self._saved_graphs: set[str] = set()
         self._speed = _Speed()
@@ -86,49 +80,61 @@ class Trainer:
     def train(self) -> RunSummary | None:
         """Run all steps and the last evaluation. Return the summary, or None when the run was asked to stop."""
         total, every = self.spec.train.steps, self.spec.train.eval_every
-        eval_seconds = 0.0
         self._model.train()
+        self._speed.start()
         with Prefetch(self._loader.train_batches()) as batches:
-            for batch, stats in batches:
-                self._one_step(batch, stats)
-                if self.step == total:
-                    break
+            while self.step < total:
+                if every and self.step and self.step % every == 0:
+                    self._evaluate()
                 if self._stop.asked:
                     return None
-                if every and self.step % every == 0:
-                    eval_seconds += self._evaluate().seconds
+                asked = time.perf_counter()
+                batch, stats = next(batches)
+                if self._stop.asked:
+                    return None
+                self._one_step(batch, stats, waited=time.perf_counter() - asked)
+        self._speed.end()
         scores = self._evaluate()
-        return None if self._stop.asked else self._summary(scores, eval_seconds + scores.seconds)
+        return None if scores is None else self._summary(scores)
 
-    def _one_step(self, batch: Batch, stats: BatchStats) -> None:
-        program = self._compiler.program(batch, sizes=self._sizes)
-        if self.spec.debug.save_graph and isinstance(program, Runner) and program.key.digest not in self._saved_graphs:
-            self._save_graph(program)
-        started = time.perf_counter()
+    def _one_step(self, batch: Batch, stats: BatchStats, *, waited: float) -> None:
+        started, compiled = time.perf_counter(), self._compiler.compile_seconds
+        try:
+            program = self._compiler.program(batch, sizes=self._sizes)
+        finally:
+            self._stop.end_between_steps()  # `_compiling` made it otherwise, and a compile that failed says no word
+        if self.spec.debug.save_graph and self.spec.compile.backend != "eager":
+            self._save_graph(self._compiler.runner(batch, sizes=self._sizes))
         output = program(batch)
         loss = float(output.loss)  # waits for the step
-        seconds = time.perf_counter() - started
+        compiling = self._compiler.compile_seconds - compiled
+        seconds = time.perf_counter() - started - compiling
         self.step += 1
         self._last_loss = loss
-        self._examples += stats.examples
-        self._tokens += stats.real_tokens
-        self._speed.add(seconds, stats.examples)
+        self._speed.leave_out(compiling)
+        self._speed.lap(stats.examples)
         if self.spec.debug.stop_on_nonfinite and not math.isfinite(loss):
             raise TrainError(
                 f"the loss of step {self.step} is {loss}",
                 remedy="lower optimizers.dense.lr, set train.clip_norm, or set debug.stop_on_nonfinite: false",
             )
-        self._tell(output, stats, seconds)
+        self._tell(output, stats, step_ms=seconds * 1e3, data_wait_ms=waited * 1e3)
 
     def _save_graph(self, program: Runner) -> None:
         """Write the captured graph as text, named by its key, beside the run's files, or here for a run by hand."""
-        path = (self._run_dir or Path.cwd()) / f"graph-{program.key.digest}.txt"
-        path.write_text(program.captured.text, encoding="utf-8")
+        if program.key.digest in self._saved_graphs:
+            return
         self._saved_graphs.add(program.key.digest)
+        path = (self._run_dir or Path.cwd()) / f"graph-{program.key.digest}.txt"
+        try:
+            path.write_text(program.captured.text, encoding="utf-8")
+        except OSError as error:  # a wish for looking closer, no reason to end a run
+            self._view.say(f"the captured graph cannot be written to {path}: {error.strerror}")
+            return
         self._reporter.event("graph_saved", f"the captured graph is in {path.name}", {"file": path.name})
         self._view.say(f"captured graph: {path}")
 
-    def _tell(self, output: Any, stats: BatchStats, seconds: float) -> None:
+    def _tell(self, output: Any, stats: BatchStats, *, step_ms: float, data_wait_ms: float) -> None:
         """Report a step's numbers and where the run is."""
         step, total = self.step, self.spec.train.steps
         eta = self._speed.step_seconds * (total - step)
@@ -138,7 +144,8 @@ class Trainer:
             values = {
                 "loss": self._last_loss,
                 **(losses if len(tasks) > 1 else {}),
-                "step_ms": seconds * 1e3,
+                "step_ms": step_ms,
+                "data_wait_ms": data_wait_ms,
                 "examples_per_s": self._speed.examples_per_s,
                 "real_tokens": float(stats.real_tokens),
                 "dummy_tokens": float(stats.dummy_tokens),
@@ -151,7 +158,9 @@ class Trainer:
             self._reporter.progress("training", step, total, examples_per_s=self._speed.examples_per_s, eta_s=eta)
         self._view.step(step, loss=self._last_loss, examples_per_s=self._speed.examples_per_s, eta_s=eta)
 
-    def _evaluate(self) -> Scores:
+    def _evaluate(self) -> Scores | None:
+        """Score held-out data and report it; None, and not a word, where a stop was asked for meanwhile."""
+        started = time.perf_counter()
         self._view.evaluating()
         self._reporter.progress(
             "evaluating", self.step, self.spec.train.steps, examples_per_s=self._speed.examples_per_s, eta_s=None
@@ -160,35 +169,41 @@ class Trainer:
         scores = evaluate(
             self._model, self._loader, self._dataset.schema, max_batches=self.spec.train.eval_batches, stop=self._stop
         )
+        if scores is None:
+            return None
+        seconds = time.perf_counter() - started
         self._reporter.metric(self.step, {f"eval/{name}": value for name, value in scores.values().items()})
         said = ", ".join(f"{name} {value:.4f}" for name, value in scores.values().items() if value is not None)
-        details = {"step": self.step, "seconds": round(scores.seconds, 3), **scores.values()}
+        details = {"step": self.step, "seconds": round(seconds, 3), **scores.values()}
         self._reporter.event("evaluated", f"step {self.step}: {said}", details)
         self._view.say(f"evaluated after step {self.step}: {said} ({scores.examples:,} held-out examples)")
+        seconds = time.perf_counter() - started
+        self._eval_seconds += seconds
+        self._speed.leave_out(seconds)
         return scores
 
     def _compiling(self, reason: str) -> None:
-        self._stop.at_once = True
         self._view.compiling(reason)
         self._reporter.progress("compiling", self.step, self.spec.train.steps, examples_per_s=None, eta_s=None)
+        self._stop.end_at_once()
 
     def _compiled(self, event: CompileEvent) -> None:
-        self._stop.at_once = False
+        self._stop.end_between_steps()
         source = "from cache" if event.from_cache else "anew"
         text = f"{event.reason}: {event.seconds:.1f} s on {event.backend} ({event.nodes} nodes, {source})"
         self._reporter.event(event.name, text, {"step": self.step, **dataclasses.asdict(event)})
         self._view.say(f"{event.name}: {text}")
 
-    def _summary(self, scores: Scores, eval_seconds: float) -> RunSummary:
+    def _summary(self, scores: Scores) -> RunSummary:
         first = next(iter(scores.tasks.values()))
         return RunSummary(
             backend=self.spec.compile.backend,
             steps=self.step,
-            examples=self._examples,
+            examples=self._speed.examples,
             examples_per_s=self._speed.examples_per_s_overall,
             compile_s=self._compiler.compile_seconds,
             train_s=self._speed.seconds,
-            eval_s=eval_seconds,
+            eval_s=self._eval_seconds,
             final_loss=self._last_loss if math.isfinite(self._last_loss) else None,
             auc=first.auc,
             ne=first.ne,
@@ -200,17 +215,43 @@ class Trainer:
 
 
 class _Speed:
-    """Speed of the steps: over the last few for people, over all for the summary. Compiling is not in it."""
+    """Speed of whole iterations: from the moment a step's loss is known to the next step's.
+
+    Reporting, waiting for data and looking up the program count; what is left out (compiling, evaluating) does not.
+    Over the last few iterations for people, over all for the summary.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, int]] = deque(maxlen=SPEED_WINDOW)
+        self._mark = 0.0
+        self._left_out = 0.0
         self.seconds = 0.0
-        self._examples = 0
+        self.examples = 0
 
-    def add(self, seconds: float, examples: int) -> None:
+    def start(self) -> None:
+        """Begin the first iteration."""
+        self._mark = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Take `seconds` of the current iteration for none of it."""
+        self._left_out += seconds
+
+    def lap(self, examples: int) -> None:
+        """End an iteration that trained on `examples`, and begin the next."""
+        seconds = self._since()
         self._recent.append((seconds, examples))
+        self.examples += examples
+
+    def end(self) -> None:
+        """Count what followed the last step's loss: its report."""
+        self._since()
+
+    def _since(self) -> float:
+        now = time.perf_counter()
+        seconds = max(now - self._mark - self._left_out, 1e-9)
+        self._mark, self._left_out = now, 0.0
         self.seconds += seconds
-        self._examples += examples
+        return seconds
 
     @property
     def step_seconds(self) -> float:
@@ -222,4 +263,4 @@ class _Speed:
 
     @property
     def examples_per_s_overall(self) -> float:
-        return self._examples / self.seconds if self.seconds else 0.0
+        return self.examples / self.seconds

@@ -1,7 +1,11 @@
-"""What a person sees of a run in a terminal: compiling apart from steps; in a log file, a line now and then."""
+"""What a person sees of a run in a terminal: compiling apart from steps; in a log file, a line now and then.
+
+A terminal that went away, or a log on a full disk, is no reason to end a run: what cannot be shown is not.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from types import TracebackType
 
@@ -44,19 +48,22 @@ class ProgressView:
 
     def __enter__(self) -> ProgressView:
         if self._bar is not None:
-            self._bar.start()
+            with contextlib.suppress(OSError):
+                self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         if self._console is not None:
-            self._console.print(text, markup=False, highlight=False)
+            with contextlib.suppress(OSError):
+                self._console.print(text, markup=False, highlight=False)
 
     def compiling(self, reason: str) -> None:
         """Show that a program is being made; steps stand still meanwhile."""

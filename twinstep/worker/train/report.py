@@ -1,15 +1,12 @@
 """Reports: every record goes to the run's spool file first, and from there to the control plane, in batches.
 
-The training thread only appends a line. A sender thread reads the spool from the last acknowledged record on, so what
-waits is on disk and not in memory, and a control plane that is away costs nothing but retries. Records that could not
-be sent before the end stay in the spool, where the control plane finds them.
+The training thread only appends a line (`spool.py`). A sender thread reads the spool from the last acknowledged record
+on, so what waits is on disk and not in memory, and a control plane that is away costs nothing but retries. Records that
+could not be sent before the end stay in the spool, where the control plane finds them.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import random
 import threading
 import time
@@ -21,6 +18,8 @@ import httpx
 
 from twinstep.spec.report import MAX_RECORDS_PER_POST, MAX_TEXT, RunSummary
 from twinstep.worker.train.environment import RunContext
+from twinstep.worker.train.output import say
+from twinstep.worker.train.spool import Spool, SpoolReader
 
 Phase = Literal["starting", "compiling", "training", "evaluating", "done"]
 
@@ -69,19 +68,16 @@ class NoReporter:
 
 
 class SpoolReporter:
-    """Numbers records, appends them to the spool, and sends them from there in a thread of its own."""
+    """Appends records to the spool, and sends them from there in a thread of its own. Nothing it does ends a run."""
 
     def __init__(self, context: RunContext) -> None:
-        path = context.run_dir / SPOOL
-        self._seq = _last_seq(path)  # pods that come back within a run count on from where they were
-        self._spool = path.open("a", encoding="utf-8")
-        self._lock = threading.Lock()
-        self._sender = _Sender(context, path)
+        self._spool = Spool(context.run_dir / SPOOL)
+        self._sender = _Sender(context, self._spool.path)
         self._sender.start()
 
     def metric(self, step: int, values: Mapping[str, float | None]) -> None:
         """Report numbers of a step; what is not finite becomes null."""
-        self._append("metric", step=step, values={name: _finite(value) for name, value in values.items()})
+        self._append("metric", step=step, values=dict(values))
 
     def event(self, name: str, reason: str, data: Mapping[str, Any] | None = None) -> None:
         """Report something that happened once."""
@@ -92,12 +88,7 @@ class SpoolReporter:
     ) -> None:
         """Report where the run is."""
         self._append(
-            "progress",
-            phase=phase,
-            step=step,
-            total_steps=total_steps,
-            examples_per_s=_finite(examples_per_s),
-            eta_s=_finite(eta_s),
+            "progress", phase=phase, step=step, total_steps=total_steps, examples_per_s=examples_per_s, eta_s=eta_s
         )
 
     def result(self, summary: RunSummary) -> None:
@@ -106,17 +97,12 @@ class SpoolReporter:
 
     def close(self) -> None:
         """Wait a while for the last records to be taken; what is not stays in the spool."""
-        with self._lock:
-            self._spool.close()
-        self._sender.finish(self._seq)
+        self._spool.close()
+        self._sender.finish(self._spool.seq)
 
     def _append(self, kind: str, **content: Any) -> None:
-        with self._lock:
-            self._seq += 1
-            record = {"kind": kind, "seq": self._seq, "time": time.time(), **content}
-            self._spool.write(json.dumps(record, allow_nan=False) + "\n")
-            self._spool.flush()
-        self._sender.wake()
+        if self._spool.append(kind, content):
+            self._sender.wake()
 
 
 class _Sender(threading.Thread):
@@ -127,8 +113,9 @@ class _Sender(threading.Thread):
         self._url = f"{context.api_url.rstrip('/')}/v1/runs/{context.run_id}/reports"
         self._headers = {"Authorization": f"Bearer {context.token}"}
         self._path = path
-        self._offset = 0
+        self._reader = SpoolReader(path)
         self._acked = 0
+        self._jitter = random.Random()  # its own: a capture going on meanwhile watches Python's
         self._news = threading.Event()
         self._away = threading.Event()
         self._end: int | None = None
@@ -150,17 +137,19 @@ class _Sender(threading.Thread):
             while self._end is None or self._acked < self._end:
                 try:
                     sent = self._send_some(client)
-                except (httpx.HTTPError, ValueError, OSError):
+                except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError, LookupError, OSError):
                     self._away.set()
                     # Half a second at first, doubled, never in step with other workers that lost the same server.
-                    time.sleep(min(wait, LONGEST_WAIT) * random.uniform(0.5, 1.0))
+                    time.sleep(min(wait, LONGEST_WAIT) * self._jitter.uniform(0.5, 1.0))
                     wait *= 2
                     continue
                 wait = FIRST_WAIT
                 self._away.clear()
                 if sent is None:
                     return
-                if not sent and self._end is None:
+                if not sent and self._end is not None:
+                    return  # the spool lacks what was written: somebody removed it
+                if not sent:
                     self._news.wait()
                     self._news.clear()
                     if self._end is None:
@@ -168,57 +157,22 @@ class _Sender(threading.Thread):
 
     def _send_some(self, client: httpx.Client) -> bool | None:
         """Post the next batch. Return whether something was sent; None when the control plane wants no more."""
-        lines, offset = self._next_lines()
+        lines = self._reader.after(self._acked, limit=MAX_RECORDS_PER_POST)
         if not lines:
             return False
         body = b'{"records": [' + b",".join(lines) + b"]}"
         answer = client.post(self._url, content=body, headers={"Content-Type": "application/json"})
         if answer.status_code in (401, 403, 404, 409, 422):
-            print(f"reports are refused ({answer.status_code}); they stay in {self._path}", flush=True)
+            say(f"reports are refused ({answer.status_code}); they stay in {self._path}")
             return None
         answer.raise_for_status()
-        acked = int(answer.json()["acked"])
-        last = int(json.loads(lines[-1])["seq"])
-        if acked >= last:
-            self._offset = offset
-        elif acked > self._acked or self._offset:
-            self._offset = 0  # the receiver misses earlier records: read on behind what it has
-        else:
-            raise ValueError(f"the control plane stays at record {acked}")  # wait, as for one that is away
-        self._acked = acked
+        before, self._acked = self._acked, max(0, int(answer.json()["acked"]))
+        if self._acked <= before:
+            # It takes nothing, or misses earlier records, which come next: wait, as for one that is away.
+            raise ValueError(f"the control plane is at record {self._acked}")
         return True
-
-    def _next_lines(self) -> tuple[list[bytes], int]:
-        """Return the next whole lines that are not acknowledged, and the offset after them."""
-        lines: list[bytes] = []
-        offset = self._offset
-        with self._path.open("rb") as spool:
-            spool.seek(offset)
-            for line in spool:
-                if not line.endswith(b"\n") or len(lines) == MAX_RECORDS_PER_POST:
-                    break
-                offset += len(line)
-                if line.strip() and (self._offset or int(json.loads(line)["seq"]) > self._acked):
-                    lines.append(line.rstrip())
-        return lines, offset
 
 
 def make_reporter(context: RunContext | None) -> Reporter:
     """Return the reporter for a run by hand or for one that was started by a control plane."""
     return NoReporter() if context is None else SpoolReporter(context)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _last_seq(path: Path) -> int:
-    """Return the seq of the spool's last whole line, and cut off a half line that a killed worker left."""
-    if not path.exists():
-        return 0
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
-    last = whole.rstrip(b"\n").rpartition(b"\n")[2]
-    return int(json.loads(last)["seq"]) if last else 0
