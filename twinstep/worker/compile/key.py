@@ -92,14 +92,19 @@ def _info(info: tuple[Shape, str] | None) -> str:
 
 def tensor_info(name: str, tensor: Tensor, *, frozen: bool = False) -> TensorInfo:
     """Return what a key holds of a tensor."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = _dtype_name(tensor.dtype)
     return name, tuple(tensor.shape), f"{dtype}, frozen" if frozen else dtype
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def state_info(state: TrainState) -> tuple[TensorInfo, ...]:
     """Return what a key holds of the state."""
     return tuple(
-        tensor_info(f"{slot.role}:{slot.name}", tensor, frozen=slot.role == "parameter" and not tensor.requires_grad)
+        tensor_info(slot.path, tensor, frozen=slot.role == "parameter" and not tensor.requires_grad)
         for slot, tensor in zip(state.slots, state.live(), strict=True)
     )
 
@@ -148,12 +153,14 @@ def plain(value: Any) -> Any:
 def module_settings(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return every module's own attributes by path: a change of one may change the program, though no shape."""
     return tuple(
-        (f"{path}.{name}" if path else name, repr(plain(value)))
+        (f"{path}.{name}" if path else name, str(value) if type(value) in _SIMPLE else repr(plain(value)))
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if name not in _TORCHS_OWN
     )
 
+
+_SIMPLE = (bool, int, float)
 
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
 """Attributes every module has: registries of parameters, buffers, hooks and children."""

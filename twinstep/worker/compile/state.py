@@ -8,6 +8,7 @@ Parameters (tied ones once), buffers and optimizer tensors become graph inputs a
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +25,18 @@ from twinstep.spec.errors import CaptureError, CompileError
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Slot:
     """One tensor of the state."""
 
     role: Literal["parameter", "buffer", "optimizer"]
     name: str
     """`layers.0.weight`, or `dense/exp_avg/layers.0.weight` for an optimizer's tensor."""
+
+    @functools.cached_property
+    def path(self) -> str:
+        """The name with its role before it: unique among all slots."""
+        return f"{self.role}:{self.name}"
 
 
 def as_mapping(optimizer: Optimizers) -> dict[str, Optimizer]:
