@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,9 @@ import torch
 from twinstep.spec.job import DataSpec
 from twinstep.worker.data.baselines import baseline_aucs
 from twinstep.worker.data.batch import Batch
-from twinstep.worker.data.datasets import Dataset, load_dataset
+from twinstep.worker.data.datasets import Dataset, load_dataset, make_dataset
 from twinstep.worker.data.loader import Loader
+from twinstep.worker.data.synthetic import make_synthetic
 
 BUDGETS = [None, 3, 1]  # null: own slots; gather with few cuts; most of the history cut
 
@@ -59,7 +62,7 @@ def test_every_batch_has_one_shape_and_its_tokens_stand_in_their_slots(dataset: 
             cand = batch.cand_times[b, : batch.num_candidates[b]]
             assert (own.diff() >= 0).all()
             assert (own < cand[0]).all()
-            assert int(batch.query_times[b]) == int(cand[-1])
+            assert int(batch.query_times[b]) == int(cand[0])
 
 
 def test_a_row_over_budget_keeps_its_newest_events(dataset: Dataset) -> None:
@@ -131,3 +134,17 @@ def test_synthetic_events_are_the_same_every_time() -> None:
     first, second = load_dataset(spec_with()), load_dataset(spec_with())
     assert np.array_equal(first.events.item, second.events.item)
     assert np.array_equal(first.events.rating, second.events.rating)
+
+
+def test_when_a_later_candidate_comes_shows_in_its_own_time_alone() -> None:
+    spec = spec_with()
+    events, schema = make_synthetic(spec.synthetic_events)
+    later = events.time.copy()
+    later[-1] += 3 * 86_400  # the last event of all is the last candidate of its sample
+    both = [make_dataset(each, schema, spec) for each in (events, dataclasses.replace(events, time=later))]
+    moved = []
+    for (one, _), (two, _) in zip(*(Loader(each, spec, seed=0).eval_batches() for each in both), strict=True):
+        moved += (one.cand_times != two.cand_times).nonzero().tolist()
+        assert same(one._replace(cand_times=two.cand_times), two)
+    assert len(moved) == 1
+    assert moved[0][1] > 0, "it is nobody's later candidate"

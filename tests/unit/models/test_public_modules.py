@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +18,6 @@ from twinstep.worker.models.layout import Layout
 from twinstep.worker.models.positional import HSTUPositionalEncoder, positions, time_bucket
 from twinstep.worker.models.postprocessor import (
     PERIODS,
-    L2NormPostprocessor,
-    LayerNormPostprocessor,
     TimestampLayerNormPostprocessor,
     time_features,
 )
@@ -35,7 +34,18 @@ def modules(npz: Callable[[str], Fixture]) -> Fixture:
 
 
 def part(modules: Fixture, name: str) -> Fixture:
-    return {key.removeprefix(f"{name}/"): value for key, value in modules.items() if key.startswith(f"{name}/")}
+    found = {key.removeprefix(f"{name}/"): value for key, value in modules.items() if key.startswith(f"{name}/")}
+    if not found:
+        pytest.skip(f"{name} is left out of tests/golden/modules.npz; set TWINSTEP_FIXTURES to where all of it is")
+    return found
+
+
+def test_the_numbers_kept_here_are_the_public_ones(modules: Fixture) -> None:
+    path = Path(__file__).parents[2] / "golden" / "modules.npz"
+    assert path.stat().st_size <= 300_000
+    with np.load(path, allow_pickle=False) as kept:
+        assert len({key.split("/")[0] for key in kept.files if key.startswith("stu_")}) == 6
+        assert all(np.array_equal(kept[key], modules[key]) for key in kept.files)
 
 
 def tensor(array: np.ndarray) -> torch.Tensor:
@@ -166,19 +176,6 @@ def test_the_timestamp_postprocessor_gives_the_public_numbers(modules: Fixture) 
     load(module, case)
     x = tensor(case["x"]).requires_grad_()
     out = module(x, times)
-    assert float((out.detach() - tensor(case["y"])).abs().max()) <= 1e-5
-    out.backward(tensor(case["dy"]))
-    check_grad(x.grad, case["dx"])
-    check_grads(module, case)
-
-
-@pytest.mark.parametrize(("name", "kind"), [("layer_norm", LayerNormPostprocessor), ("l2", L2NormPostprocessor)])
-def test_the_other_postprocessors_give_the_public_numbers(modules: Fixture, name: str, kind: type[nn.Module]) -> None:
-    case = part(modules, f"post_{name}")
-    module = kind(case["x"].shape[1]) if name == "layer_norm" else kind()
-    load(module, case)
-    x = tensor(case["x"]).requires_grad_()
-    out = module(x, tensor(case["timestamps"]))
     assert float((out.detach() - tensor(case["y"])).abs().max()) <= 1e-5
     out.backward(tensor(case["dy"]))
     check_grad(x.grad, case["dx"])

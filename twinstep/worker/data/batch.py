@@ -44,7 +44,7 @@ class Batch(NamedTuple):
     num_candidates: Tensor
     """[B] int64: candidates of the row, in its first slots."""
     query_times: Tensor
-    """[B] int64: seconds at which the row is scored: time of its last candidate, else of its last event, else 0."""
+    """[B] int64: seconds at which the row is scored: time of its first candidate, else of its last event, else 0."""
     labels: Tensor
     """[Q, B, K] float32."""
     weights: Tensor

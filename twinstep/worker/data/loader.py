@@ -35,11 +35,6 @@ class Loader:
         """Batches of one pass over the held-out samples."""
         return -(-len(self._dataset.eval) // self._spec.batch_size)
 
-    @property
-    def epoch_size(self) -> float:
-        """Batches of one pass over the training samples."""
-        return len(self._dataset.train) / self._spec.batch_size
-
     def train_batch(self, step: int) -> tuple[Batch, BatchStats]:
         """Return training batch number `step`, counted from 0; always full, running on from epoch to epoch."""
         size, count = self._spec.batch_size, len(self._dataset.train)
@@ -98,7 +93,7 @@ class Loader:
         cand_time = _scatter(events.time[cand], cand_slot, B * K)
         times = _scatter(events.time[history], token, T)
         newest = np.where(lengths > 0, np.append(times, 0)[slot_token.reshape(B, U)[np.arange(B), lengths - 1]], 0)
-        last = cand_time.reshape(B, K)[np.arange(B), np.maximum(counts - 1, 0)]
+        asked_at = cand_time.reshape(B, K)[:, 0]  # the first: a later one's time is not known yet
         labels = _scatter(data.labels[:, cand].T, cand_slot, B * K).T
         weights = _scatter(np.ones(len(cand), dtype=np.float32), cand_slot, B * K)
         n = max(1, len(data.schema.contextual) + int(lengths.max()) + int(counts.max()))
@@ -113,7 +108,7 @@ class Loader:
             cand_ids=_tensor(item_BKF.T.reshape(-1, B, K)),
             cand_times=_tensor(cand_time.reshape(B, K)),
             num_candidates=_tensor(counts),
-            query_times=_tensor(np.where(counts > 0, last, newest)),
+            query_times=_tensor(np.where(counts > 0, asked_at, newest)),
             labels=_tensor(labels.reshape(-1, B, K)),
             weights=_tensor(np.broadcast_to(weights.reshape(1, B, K), (len(labels), B, K))),
             n=torch.tensor(float(n), dtype=torch.float32),

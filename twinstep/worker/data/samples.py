@@ -1,8 +1,14 @@
 """Cut events into training and held-out samples so that no sample sees what was not known when it was made. Pure.
 
 A sample is a user, up to K candidates (neighbouring events of that user) and a history: that user's events strictly
-earlier, in whole seconds, than the first candidate. Two events of one second never see each other. `loader.py` turns
-samples into batches.
+earlier, in whole seconds, than the first candidate. Two events of one second never see each other. A sample is scored
+at the time of its first candidate, from which the ages of its events are counted: all its candidates are asked for at
+that moment. `loader.py` turns samples into batches.
+
+The public model counts ages from the last candidate, and its data gives all candidates of a request one time, so the
+two agree there. Ours differ by up to days, and the last one's time would tell the first how busy its user will be.
+Held-out AUC of examples/ml-100k.yaml (eager, seeds 0 to 2): 0.7393, 0.7378, 0.7393 from the first candidate, and the
+same to within 0.0001 from the last.
 """
 
 from __future__ import annotations
@@ -88,7 +94,8 @@ def make_samples(events: Events, log: UserLog, *, held_out: bool, num_candidates
     """Cut the training (or held-out) entries of each user, in order, into samples of at most `num_candidates`.
 
     Histories of held-out samples hold every earlier event of the user, held-out ones too: that is what a server
-    would know at that time. Training samples never reach a held-out event, for those are later.
+    would know when the first candidate is asked for. Training samples never reach a held-out event, for those are
+    later.
     """
     chosen = np.flatnonzero(log.held_out == held_out)
     user = events.user[log.event]

@@ -86,10 +86,6 @@ class Layout:
         """[B, K] bool: the slot holds a candidate."""
         return self._arange(self.num_candidates) < self.cand_lengths_B.unsqueeze(1)
 
-    def row_valid(self) -> Tensor:
-        """[B] bool: the row is a sample, no dummy."""
-        return self.cand_lengths_B + self.uih_lengths_B > 0
-
     def columns(self) -> Tensor:
         """[B, S] int64: column of each slot in its row packed without gaps; of no meaning for empty slots."""
         history = self._arange(self.num_history) + self.num_contextual

@@ -29,28 +29,6 @@ class TimestampLayerNormPostprocessor(nn.Module):
         return out
 
 
-class LayerNormPostprocessor(nn.Module):
-    """LayerNorm alone."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self._layer_norm = nn.LayerNorm(dim)
-
-    def forward(self, x_RD: Tensor, times_R: Tensor) -> Tensor:
-        """[R, D] → [R, D]; times are not looked at."""
-        out: Tensor = self._layer_norm(x_RD)
-        return out
-
-
-class L2NormPostprocessor(nn.Module):
-    """x / max(|x|, 1e-6)."""
-
-    def forward(self, x_RD: Tensor, times_R: Tensor) -> Tensor:
-        """[R, D] → [R, D]; times are not looked at."""
-        out: Tensor = x_RD / torch.linalg.vector_norm(x_RD, dim=-1, keepdim=True).clamp(min=1e-6)
-        return out
-
-
 def time_features(times_R: Tensor) -> Tensor:
     """Return cos and sin of the hour, then of the weekday, [R, 4] float32.
 
