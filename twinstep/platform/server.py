@@ -1,7 +1,7 @@
 """One control plane as a process: claim the port, then the data directory, open the store, look after runs, serve.
 
-The order matters: whatever is refused is refused before anything is made. Ending leaves the runs running; the next
-control plane on the same data directory finds them again.
+The order matters: whatever is refused is refused before anything is made, or leaves nothing behind. What is made is
+its user's alone. Ending leaves the runs running; the next control plane on the same data directory finds them again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -81,9 +82,11 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None] = lambda url: N
     """Run a control plane until it is told to end (SIGINT, SIGTERM); `on_ready` gets its URL once it answers.
 
     Raises:
-        UnavailableError: the port or the data directory is in use or cannot be used; nothing was made.
+        UnavailableError: the port or the data directory is in use or cannot be used; nothing is left behind.
     """
     with contextlib.ExitStack() as stack:
+        # Files of every run come from here, by way of SQLite, supervisors and workers: one mask holds for them all.
+        stack.callback(os.umask, os.umask(0o077))
         listener = stack.enter_context(_listen(settings))
         settings = replace(settings, port=listener.getsockname()[1])
         stack.enter_context(_claim(settings.data_dir))
@@ -148,10 +151,17 @@ def _listen(settings: Settings) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _claim(data_dir: Path) -> Iterator[None]:
-    """Hold the data directory: two control planes on one would each look after the other's runs."""
+    """Hold the data directory: two control planes on one would each look after the other's runs.
+
+    Where what follows fails before there is a database, what was made here is taken away again.
+    """
+    path = data_dir / "lock"
     try:
+        made = [folder for folder in (data_dir, *data_dir.parents) if not folder.exists()]
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (data_dir / "lock").open("a")
+        _make_private(data_dir)
+        new = not path.exists()
+        lock = path.open("a")
     except OSError as error:
         raise UnavailableError(
             f"the data directory {data_dir} cannot be used: {error.strerror or error}",
@@ -160,6 +170,8 @@ def _claim(data_dir: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                raise BlockingIOError  # its holder took it away a moment ago: this one keeps nobody out
         except BlockingIOError:
             other = running(data_dir) or {}
             raise UnavailableError(
@@ -168,8 +180,33 @@ def _claim(data_dir: Path) -> Iterator[None]:
             ) from None
         try:
             yield
+        except UnavailableError:
+            with contextlib.suppress(OSError):
+                if new:
+                    path.unlink()
+                for folder in made:
+                    folder.rmdir()
+            raise
         finally:
             (data_dir / SERVER_FILE).unlink(missing_ok=True)
+
+
+def _make_private(data_dir: Path) -> None:
+    """Close a data directory to others: whoever can write it can put code into a run.
+
+    One that holds nothing, or a control plane's lock, is ours to close. One that holds other things is left as it is.
+
+    Raises:
+        UnavailableError: it holds other things, and others may write it.
+    """
+    mode = stat.S_IMODE(data_dir.stat().st_mode)
+    if mode & 0o077 and ((data_dir / "lock").exists() or not any(data_dir.iterdir())):
+        data_dir.chmod(0o700)
+    elif mode & 0o022:
+        raise UnavailableError(
+            f"the data directory {data_dir} holds other files, and other users can write it (mode {mode:o})",
+            remedy=f"give a directory of its own, or close it: chmod go-w {data_dir}",
+        )
 
 
 def running(data_dir: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import tempfile
 import threading
 from contextlib import closing
@@ -125,6 +126,22 @@ def test_a_store_opened_again_holds_what_it_held(tmp_path: Path) -> None:
     second.close()
 
 
+def test_a_database_is_its_owners_alone_also_one_that_was_not(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        for _ in range(2):
+            store = Store(f"sqlite:///{tmp_path}/new/twinstep.db")
+            store.create_job(SPEC)
+            files = sorted((tmp_path / "new").iterdir())
+            assert {path.name for path in files} >= {"twinstep.db", "twinstep.db-wal"}
+            assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+            assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+            store.close()
+            (tmp_path / "new" / "twinstep.db").chmod(0o666)
+    finally:
+        os.umask(mask)
+
+
 @pytest.mark.parametrize("make", ["under-a-file", "a-directory", "not-a-database", "newer"])
 def test_a_database_that_cannot_be_used_is_refused_with_its_path_and_a_remedy(tmp_path: Path, make: str) -> None:
     path = tmp_path / "twinstep.db"
@@ -140,7 +157,9 @@ def test_a_database_that_cannot_be_used_is_refused_with_its_path_and_a_remedy(tm
         with store._database.write() as connection:
             connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
         store.close()
+    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UnavailableError) as caught:
         Store(f"sqlite:///{path}")
+    assert sorted(tmp_path.rglob("*")) == before
     assert str(path.parent) in caught.value.problem
     assert caught.value.remedy

@@ -1,10 +1,14 @@
-"""Open a database, bring its tables up to date, and hand out transactions. The one place that knows SQLite's habits."""
+"""Open a database, bring its tables up to date, and hand out transactions. The one place that knows SQLite's habits.
+
+An SQLite file is its owner's alone, and one that cannot be opened leaves nothing behind that was not there before.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,7 @@ class Database:
         Raises:
             UnavailableError: the place cannot be made, read or written, or a newer Twinstep wrote the database.
         """
-        self._engine = _engine(url)
+        self._engine, made = _engine(url)
         # SQLite has one writer at a time and makes others poll; a lock of our own lets them queue instead.
         self._writer: Any = threading.Lock() if self._engine.dialect.name == "sqlite" else nullcontext()
         try:
@@ -37,6 +41,7 @@ class Database:
                 _migrate(connection)
         except (UnavailableError, DatabaseError) as error:
             self._engine.dispose()
+            _unmake(made)
             problem = error.problem if isinstance(error, UnavailableError) else _said(error)
             remedy = error.remedy if isinstance(error, UnavailableError) else "give another data directory (--data-dir)"
             where = self._engine.url.database or url
@@ -81,32 +86,63 @@ def _said(error: DatabaseError) -> str:
     return " ".join(str(error.orig).split())
 
 
-def _engine(url: str) -> Engine:
+def _engine(url: str) -> tuple[Engine, list[Path]]:
+    """Return an engine, and the paths that were made for it: directories from the outermost on, then the file."""
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
-            return create_engine(parsed, pool_pre_ping=True)
+            return create_engine(parsed, pool_pre_ping=True), []
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
-        raise UnavailableError(f"the database URL is not usable: {error}", remedy="leave it out for SQLite") from None
+        raise UnavailableError(f"the database URL is not usable: {error}", remedy="give sqlite:///PATH") from None
     if not parsed.database or parsed.database == ":memory:":
         raise UnavailableError("a database in memory is lost with the process", remedy="name a file: sqlite:///PATH")
-    _make_directory(Path(parsed.database).parent)
+    made = _make_private(Path(parsed.database))
     engine = create_engine(
         parsed, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}, pool_size=10, max_overflow=40
     )
     event.listen(engine, "connect", _on_connect)
     event.listen(engine, "begin", _on_begin)
-    return engine
+    return engine, made
 
 
-def _make_directory(path: Path) -> None:
+def _files(path: Path) -> list[Path]:
+    """Return the database's file and those SQLite puts beside it."""
+    return [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))]
+
+
+def _make_private(path: Path) -> list[Path]:
+    """Make the file and its directories where missing, readable by their owner only; return what was made.
+
+    SQLite gives the files beside it the mode of the file itself, so they need no care but where they are there already.
+    """
+    made: list[Path] = []
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        made += [folder for folder in reversed(path.parents) if not folder.exists()]
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for file in _files(path):
+            if file.is_file() and file.stat().st_mode & 0o077:
+                file.chmod(0o600)
+        with suppress(FileExistsError):
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            made.append(path)
     except OSError as error:
+        _unmake(made)
         raise UnavailableError(
-            f"the data directory {path} cannot be made: {error.strerror or error}",
+            f"the data directory {path.parent} cannot be used: {error.strerror or error}",
             remedy="set TWINSTEP_DATA_DIR (or --data-dir) to a directory you can write",
         ) from None
+    return made
+
+
+def _unmake(made: list[Path]) -> None:
+    """Remove what was made, the innermost first; a directory that somebody has put something into stays."""
+    for path in reversed(made):
+        with suppress(OSError):
+            if path.is_dir():
+                path.rmdir()
+                continue
+            for file in _files(path):
+                file.unlink(missing_ok=True)
 
 
 def _on_connect(connection: Any, _record: Any) -> None:
