@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from twinstep.cli.client import PlaneClient
 
 pytestmark = pytest.mark.slow
 
@@ -40,16 +41,16 @@ def test_submit_and_follow_ends_with_the_summary_and_exit_code_0(twinstep: Any, 
     assert done.stderr == ""
 
 
-def test_following_a_job_that_fails_ends_with_exit_code_1_and_the_reason(twinstep: Any, spec: Any) -> None:
-    done = twinstep("submit", spec("bad-follow"), "--follow")
+def test_following_a_job_that_fails_ends_with_exit_code_1_and_the_reason(ask: Any, spec: Any) -> None:
+    done = ask("submit", spec("bad-follow"), "--follow")
     assert done.returncode == 1
     assert "failed" in done.stdout
     assert "the loss of step 7 is nan" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_follow_in_json_prints_one_value_per_line_and_the_job_last(twinstep: Any, spec: Any) -> None:
-    done = twinstep("submit", spec("good-json"), "--follow", "--json")
+def test_follow_in_json_prints_one_value_per_line_and_the_job_last(ask: Any, spec: Any) -> None:
+    done = ask("submit", spec("good-json"), "--follow", "--json")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0
     assert lines[0]["job"]["name"] == "good-json"
@@ -59,22 +60,33 @@ def test_follow_in_json_prints_one_value_per_line_and_the_job_last(twinstep: Any
     assert sorted(point["step"] for point in points if point["name"] == "loss") == list(range(1, 61))
 
 
+def told(follower: subprocess.Popen[str], said: list[str], word: str) -> None:
+    """Read on until a line has `word`, keeping what was read."""
+    assert follower.stdout is not None
+    while word not in (line := follower.stdout.readline()):
+        assert line, "the follower ended"
+        said.append(line)
+    said.append(line)
+
+
 def test_following_survives_a_control_plane_that_is_killed_and_started_again(plane: Any, spec: Any) -> None:
     command = [sys.executable, "-m", "twinstep", "submit", spec("slow-follow"), "--follow", "--json"]
     follower = subprocess.Popen(
         command, env=os.environ | {"TWINSTEP_URL": plane.url}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert follower.stdout is not None
-    job_id = json.loads(follower.stdout.readline())["job"]["id"]
-    plane.when(job_id, "running")
+    said: list[str] = []
+    told(follower, said, '"job"')
+    job_id = json.loads(said[0])["job"]["id"]
+    told(follower, said, '"metrics"')
     plane.kill()
-    time.sleep(1)
     plane.start()
-    time.sleep(1)
+    told(follower, said, '"metrics"')
     plane.http.post(f"/v1/jobs/{job_id}/cancel")
-    out, err = follower.communicate(timeout=60)
-    lines = [json.loads(line) for line in out.splitlines()]
-    assert follower.returncode == 1, err  # a cancelled job did not succeed
+    assert follower.stdout is not None
+    assert follower.stderr is not None
+    with follower.stdout, follower.stderr:
+        lines = [json.loads(line) for line in [*said, *follower.stdout]]
+        assert follower.wait(60) == 1, follower.stderr.read()  # a cancelled job did not succeed
     assert lines[-1]["job"]["state"] == "cancelled"
     steps = [p["step"] for x in lines if "metrics" in x for p in x["metrics"]["items"] if p["name"] == "loss"]
     assert steps == list(range(1, len(steps) + 1)), "a point was missed or shown twice"
@@ -82,53 +94,64 @@ def test_following_survives_a_control_plane_that_is_killed_and_started_again(pla
     assert len(ids) == len(set(ids))
 
 
-def test_ls_shows_the_newest_job_first_and_filters_by_state(plane: Any, twinstep: Any) -> None:
+def test_ls_shows_the_newest_job_first_and_filters_by_state(plane: Any, ask: Any) -> None:
     first, second = plane.submit("good-ls-one"), plane.submit("good-ls-two")
     plane.when(first["id"], "succeeded")
     plane.when(second["id"], "succeeded")
-    shown = twinstep("ls")
+    shown = ask("ls")
     assert shown.returncode == 0
     assert shown.stdout.index("good-ls-two") < shown.stdout.index("good-ls-one")
-    jobs = json.loads(twinstep("ls", "--json", "--state", "succeeded", "--limit", "2").stdout)["jobs"]
+    jobs = json.loads(ask("ls", "--json", "--state", "succeeded", "--limit", "2").stdout)["jobs"]
     assert [job["id"] for job in jobs] == [second["id"], first["id"]]
-    none = twinstep("ls", "--state", "restarting")
+    none = ask("ls", "--state", "restarting")
     assert (none.returncode, none.stdout) == (0, "")
 
 
-def test_a_job_is_found_by_id_by_the_start_of_its_id_and_by_name_the_newest(plane: Any, twinstep: Any) -> None:
+def test_a_job_is_found_by_id_by_the_start_of_its_id_and_by_name_the_newest(plane: Any, ask: Any) -> None:
     older, newer = plane.submit("good-find"), plane.submit("good-find")
     for ref in (newer["id"], newer["id"][:-1], newer["id"].removeprefix("job-")[:-1], "good-find"):
-        assert json.loads(twinstep("get", ref, "--json").stdout)["job"]["id"] == newer["id"], ref
-    assert json.loads(twinstep("get", older["id"], "--json").stdout)["job"]["id"] == older["id"]
-    missing = twinstep("get", "nobody")
+        assert json.loads(ask("get", ref, "--json").stdout)["job"]["id"] == newer["id"], ref
+    assert json.loads(ask("get", older["id"], "--json").stdout)["job"]["id"] == older["id"]
+    missing = ask("get", "nobody")
     assert missing.returncode == 2
     assert missing.stderr == "error: no job has the id or the name 'nobody'; fix: twinstep ls lists them\n"
-    several = json.loads(twinstep("get", "job-", "--json").stdout)["error"]
+    several = json.loads(ask("get", "job-", "--json").stdout)["error"]
     assert several["code"] == "not_found"
-    assert "begins the ids of" in several["problem"]
-    shown = twinstep("get", newer["id"])
+    assert "begins the ids of several jobs" in several["problem"]
+    shown = ask("get", newer["id"])
     assert newer["run_id"] in shown.stdout
     assert f"{plane.url}/jobs/{newer['id']}" in shown.stdout
 
 
-def test_cancel_asks_once_and_says_when_it_is_too_late(plane: Any, twinstep: Any) -> None:
+def test_a_job_is_found_in_a_few_questions_however_many_jobs_there_are(plane: Any) -> None:
+    jobs = [plane.submit(name) for name in ("good-few", *["good-other"] * 5)]
+    asked: list[str] = []
+    with PlaneClient(plane.url) as client:
+        client._http.event_hooks["request"] = [lambda request: asked.append(request.url.path)]
+        for ref, questions in ((jobs[0]["id"], 1), ("good-few", 2), (jobs[0]["id"][:-1], 4), (jobs[0]["id"][4:-1], 3)):
+            asked.clear()
+            assert client.find(ref)["id"] == jobs[0]["id"]
+            assert len(asked) == questions, (ref, asked)
+
+
+def test_cancel_asks_once_and_says_when_it_is_too_late(plane: Any, ask: Any) -> None:
     job = plane.submit("slow-cancel")
     plane.when(job["id"], "running")
-    asked = twinstep("cancel", "slow-cancel")
+    asked = ask("cancel", "slow-cancel")
     assert asked.returncode == 0
     assert plane.when(job["id"], "cancelled")["state"] == "cancelled"
     done = plane.submit("good-cancel")
     plane.when(done["id"], "succeeded")
-    late = twinstep("cancel", done["id"], "--json")
+    late = ask("cancel", done["id"], "--json")
     assert late.returncode == 2
     assert json.loads(late.stdout)["error"]["code"] == "conflict"
 
 
-def test_logs_print_every_byte_and_follow_until_the_job_ends(plane: Any, twinstep: Any) -> None:
+def test_logs_print_every_byte_and_follow_until_the_job_ends(plane: Any, ask: Any, twinstep: Any) -> None:
     job = plane.submit("good-logs")
-    followed = twinstep("logs", "-f", job["id"])
+    followed = ask("logs", "-f", job["id"])
     assert followed.returncode == 0
-    printed = twinstep("logs", job["id"])
+    printed = ask("logs", job["id"])
     assert printed.stdout == followed.stdout
     assert printed.stdout == (plane.data_dir / "runs" / job["run_id"] / "log").read_text()
     assert "step 60 loss" in printed.stdout
@@ -138,7 +161,7 @@ def test_logs_print_every_byte_and_follow_until_the_job_ends(plane: Any, twinste
     assert "nor does the text: ?" in narrow.stdout
 
 
-def test_a_reader_that_goes_away_is_no_error(plane: Any, twinstep: Any) -> None:
+def test_a_reader_that_goes_away_is_no_error(plane: Any) -> None:
     job = plane.submit("good-pipe")
     plane.when(job["id"], "succeeded")
     command = f"{sys.executable} -m twinstep logs {job['id']} | head -1"
@@ -154,13 +177,13 @@ def test_a_reader_that_goes_away_is_no_error(plane: Any, twinstep: Any) -> None:
     assert done.stderr == ""
 
 
-def test_a_spec_the_control_plane_refuses_names_the_field_and_leaves_nothing(twinstep: Any, spec: Any) -> None:
+def test_a_spec_the_control_plane_refuses_names_the_field_and_leaves_nothing(ask: Any, spec: Any) -> None:
     path = spec("refused", accelerator={"kind": "gpu", "model": "h100", "count": 8})
-    refused = twinstep("submit", path)
+    refused = ask("submit", path)
     assert refused.returncode == 2
     assert "accelerator.kind" in refused.stderr
     assert "Traceback" not in refused.stderr
-    assert "refused" not in twinstep("ls").stdout
+    assert "refused" not in ask("ls").stdout
 
 
 def test_ctrl_c_ends_a_follower_with_130_and_leaves_the_job_alone(plane: Any, spec: Any) -> None:

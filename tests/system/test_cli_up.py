@@ -14,27 +14,30 @@ from typing import Any
 
 import pytest
 
+from twinstep.cli.app import run
+
 pytestmark = pytest.mark.slow
 
 
-def command(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "twinstep", *args],
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+SPEC = """
+name: tiny
+model: {embedding_dim: 8, transducer_dim: 16, num_layers: 1, linear_dim: 8, attention_dim: 8, hidden_dim: 16}
+data: {dataset: synthetic, synthetic_events: 500, batch_size: 4, uih_len: 16, uih_budget: 12, num_candidates: 4}
+train: {steps: 2}
+compile: {backend: eager}
+runtime: {threads: 1}
+"""
 
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Any]:
     started: list[subprocess.Popen[str]] = []
 
-    def start() -> tuple[subprocess.Popen[str], str]:
+    def start(*args: str, **environ: str) -> tuple[subprocess.Popen[str], str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "twinstep", "up", "--port", "0", "--data-dir", str(tmp_path / "data")],
+            [sys.executable, "-m", "twinstep", "up", "--port", "0", *args],
+            cwd=tmp_path,
+            env=os.environ | environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -52,25 +55,34 @@ def up(tmp_path: Path) -> Iterator[Any]:
         process.communicate()
 
 
-def test_up_is_found_by_its_data_directory_and_refuses_a_second_one(up: Any, tmp_path: Path) -> None:
-    _, url = up()
-    data_dir = str(tmp_path / "data")
-    listed = command("ls", "--json", TWINSTEP_DATA_DIR=data_dir)
-    assert (listed.returncode, json.loads(listed.stdout)) == (0, {"jobs": []})
-    other = command("up", "--port", "0", "--data-dir", data_dir)
-    assert other.returncode == 2
-    assert f"another control plane uses {data_dir}: {url}" in other.stderr
-    taken = command("up", "--port", url.rsplit(":", 1)[1], "--data-dir", str(tmp_path / "second"))
-    assert taken.returncode == 2
-    assert "cannot be used" in taken.stderr
-    assert "--port" in taken.stderr
-    assert "Traceback" not in other.stderr + taken.stderr
+@pytest.mark.parametrize("how", ["--data-dir", "TWINSTEP_DATA_DIR"])
+def test_a_relative_data_directory_is_found_refused_to_others_and_trains_a_real_run(
+    up: Any, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    process, url = up("--data-dir", "./data") if how == "--data-dir" else up(TWINSTEP_DATA_DIR="data")
+    assert f"data in {tmp_path}/data;" in process.stdout.readline()
+    monkeypatch.setenv("TWINSTEP_DATA_DIR", "data")
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    assert run(["submit", "spec.yaml", "--follow"]) == 0, capsys.readouterr()
+    capsys.readouterr()
+    assert run(["ls", "--json"]) == 0
+    (job,) = json.loads(capsys.readouterr().out)["jobs"]
+    assert (job["state"], job["progress"]["step"]) == ("succeeded", 2)
+    assert [path.name for path in tmp_path.rglob("*") if path.stat().st_mode & 0o077] == ["spec.yaml"]
+    assert run(["up", "--port", "0", "--data-dir", "data"]) == 2
+    assert f"another control plane uses {tmp_path}/data: {url}" in capsys.readouterr().err
+    assert run(["up", "--port", url.rsplit(":", 1)[1], "--data-dir", "second"]) == 2
+    err = capsys.readouterr().err
+    assert "cannot be used" in err
+    assert "--port" in err
+    assert "Traceback" not in err
     assert not (tmp_path / "second").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_up_quietly_and_leaves_no_address_behind(up: Any, tmp_path: Path, number: int) -> None:
-    process, url = up()
+    process, url = up("--data-dir", str(tmp_path / "data"))
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (0, "")
@@ -82,7 +94,8 @@ def test_a_signal_ends_up_quietly_and_leaves_no_address_behind(up: Any, tmp_path
 def test_train_refuses_a_bad_spec_before_it_loads_anything(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text("name: x\ntrain: {steps: -1}\n")
-    done = command("train", str(path), "--json")
-    assert done.returncode == 2
+    code = f"import sys; from twinstep.cli.app import run; code = run(['train', {str(path)!r}, '--json']);"
+    code += "assert not {'torch', 'jax', 'numpy'} & set(sys.modules); sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, "")
     assert json.loads(done.stdout)["error"]["faults"][0]["field"] == "train.steps"
-    assert done.stderr == ""

@@ -34,20 +34,21 @@ def test_from_the_list_to_a_finished_run_and_its_charts(plane: Any, page: Page, 
     expect(page).to_have_url(f"{plane.url}/jobs/{job['id']}")
     expect(page).to_have_title("good-demo · Twinstep")
     expect(page.locator(".tw-chart canvas")).to_have_count(3)
-    page.wait_for_timeout(500)
     box = page.locator(".tw-chart").first.bounding_box()
     assert box is not None
     assert box["width"] > 250
     assert box["height"] > 150
+    charts.until(lambda: min(charts.painted(chart) for chart in range(3)) > 1000)
     assert [point[0] for point in charts.points(0)] == list(range(1, 61))
     assert [point[0] for point in charts.points(1)] == [20, 40, 60]
     assert [point[0] for point in charts.points(1, 1)] == [20, 40, 60]
     assert len(charts.points(2)) == 60
-    assert min(charts.painted(chart) for chart in range(3)) > 1000
     for shown in ("AUC of item mean", "0.7012", "AUC of popularity", "0.6011", "0.9250", "recompiled · 1.2 s"):
         expect(page.get_by_text(shown, exact=True).first).to_be_visible()
     expect(page.locator(".tw-log")).to_contain_text("step 60 loss")
     expect(page.get_by_role("button", name="Cancel", exact=True)).to_be_disabled()
+    expect(page.get_by_role("heading", name="Runs", exact=True)).to_be_visible()
+    assert page.get_by_text("ttempt").count() == 0  # a run is a run on every page
     page.get_by_role("button", name="Copy").click()
     expect(page.get_by_text("Spec copied")).to_be_visible()
     assert page.evaluate("navigator.clipboard.readText()").startswith("name: good-demo\nmodel:\n")
@@ -58,11 +59,10 @@ def test_a_running_job_moves_by_itself_and_is_cancelled_from_its_page(plane: Any
     page.goto(f"{plane.url}/jobs/{job['id']}")
     expect(page.locator(".tw-chip")).to_have_text("running")
     page.wait_for_function("document.querySelector('.tw-chart canvas') !== null")
-    page.wait_for_timeout(1500)
-    before = len(charts.points(0))
     expect(page.get_by_text("Training", exact=True).first).to_be_visible()
-    page.wait_for_timeout(2500)
-    assert len(charts.points(0)) > before > 0
+    charts.until(lambda: len(charts.points(0)) > 0)
+    before = len(charts.points(0))
+    charts.until(lambda: len(charts.points(0)) > before)
     page.get_by_role("button", name="Cancel", exact=True).click()
     page.get_by_role("button", name="Keep running").click()
     expect(page.get_by_role("button", name="Keep running")).to_be_hidden()
@@ -82,7 +82,7 @@ def test_a_failed_job_says_why_on_top(plane: Any, page: Page) -> None:
     expect(page.locator(".tw-reason")).to_contain_text("the loss of step 7 is nan")
 
 
-def test_whatever_a_spec_or_a_worker_says_stays_text(plane: Any, page: Page) -> None:
+def test_whatever_a_spec_or_a_worker_says_stays_text(plane: Any, page: Page, charts: Any) -> None:
     markup = "<img src=x onerror=window.hacked=1>`${window.hacked=2}`</script><script>window.hacked=3</script>"
     job = plane.submit("evil-run", compile={"cache_dir": markup})
     plane.when(job["id"], "succeeded")
@@ -90,14 +90,16 @@ def test_whatever_a_spec_or_a_worker_says_stays_text(plane: Any, page: Page) -> 
     expect(page.get_by_role("link", name="evil-run")).to_be_visible()
     page.get_by_role("link", name="evil-run").click()
     expect(page.locator(".tw-log")).to_contain_text("step 60 loss")
-    page.wait_for_timeout(500)
     for part in (".tw-log", ".tw-events", ".tw-kv", ".tw-yaml"):
         expect(page.locator(part)).to_contain_text("<img src=x onerror=")
     assert "\x1b" not in page.locator(".tw-log").inner_text()
     assert page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0
-    page.mouse.move(200, 400)  # over a chart: its tooltip is HTML
-    page.wait_for_timeout(300)
+    charts.until(lambda: charts.painted(0) > 1000)
+    box = page.locator(".tw-chart").first.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)  # its tooltip is HTML
+    expect(page.locator(".tw-chart").first).to_contain_text("loss")
     assert page.evaluate("window.hacked") is None
 
 
@@ -119,21 +121,25 @@ def test_a_page_on_which_nothing_changes_is_sent_nothing(plane: Any, page: Page)
     page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(str(frame))))
     page.goto(f"{plane.url}/jobs/{job['id']}")
     expect(page.locator(".tw-log")).to_contain_text("step 60 loss")
-    page.wait_for_timeout(1500)
     assert any('"update"' in frame for frame in frames), "the log came over the socket"
+    # That nothing comes can only be waited for: after a second for what is on its way, two rounds of looks at a job
+    # that has ended (five times 0.2 s each).
+    page.wait_for_timeout(1000)
     frames.clear()
-    page.wait_for_timeout(5500)
+    page.wait_for_timeout(2200)
     assert [frame for frame in frames if not frame.isdigit()] == []  # a digit: the socket's own ping
 
 
-def test_a_narrow_screen_shows_all_without_scrolling_sideways(plane: Any, page: Page) -> None:
+def test_a_narrow_screen_shows_all_without_scrolling_sideways(plane: Any, page: Page, charts: Any) -> None:
     job = plane.submit("good-narrow")
     plane.when(job["id"], "succeeded")
     page.set_viewport_size({"width": 390, "height": 800})
     for path in ("/", f"/jobs/{job['id']}"):
         page.goto(plane.url + path)
         expect(page.get_by_text("good-narrow").first).to_be_visible()
-        page.wait_for_timeout(300)
+        if path != "/":
+            expect(page.locator(".tw-log")).to_contain_text("step 60 loss")
+            charts.until(lambda: charts.painted(0) > 1000)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,6 +52,12 @@ def alive(backend: LocalBackend, run_id: str, wait: Callable[..., Any]) -> Proce
     worker = Process.from_json(json.loads((directory / "supervisor.json").read_text())["worker"])
     assert worker is not None
     return worker
+
+
+def has_sigterm(pid: int, kind: str) -> bool:
+    """Say whether SIGTERM is in one of a process's sets of signals: SigIgn (ignored), ShdPnd (pending)."""
+    (found,) = re.findall(rf"^{kind}:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(found, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def gone(pid: int) -> bool:
@@ -102,7 +109,7 @@ def test_a_worker_that_does_not_listen_is_killed_with_all_it_started(backends: B
     child_file = backend.run_dir("run-a").path / "child"
     wait(lambda: child_file.exists() and child_file.read_text())
     worker, child = alive(backend, "run-a", wait), int(child_file.read_text())
-    time.sleep(0.2)  # until the child is deaf as well
+    wait(lambda: has_sigterm(worker.pid, "SigIgn") and has_sigterm(child, "SigIgn"))
     began = time.monotonic()
     backend.stop("run-a")
     backend.stop("run-a")  # asking twice does not shorten or renew the grace
@@ -172,19 +179,23 @@ def test_a_pid_that_belongs_to_another_process_now_is_not_signalled(backends: Ba
     backend = backends()
     directory = backend.run_dir("run-a")
     directory.prepare(SPEC)
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    blocks = "import signal; signal.pthread_sigmask(0, [15]); print(flush=True); signal.pause()"
+    other = subprocess.Popen([sys.executable, "-c", blocks], stdout=subprocess.PIPE)
     try:
+        assert other.stdout is not None
+        other.stdout.readline()  # from here on a SIGTERM would be seen pending
         mine = Process.of(other.pid)
         assert mine is not None
         told = mine.to_json() | {"start_ticks": mine.start_ticks - 1, "worker": None}
         (directory.path / "supervisor.json").write_text(json.dumps(told))
         backend.stop("run-a")
         assert backend.observe("run-a").seen is Seen.VANISHED
-        time.sleep(0.1)
-        assert other.poll() is None
+        assert not has_sigterm(other.pid, "ShdPnd")
+        other.send_signal(signal.SIGTERM)
+        assert has_sigterm(other.pid, "ShdPnd")
     finally:
         other.kill()
-        other.wait()
+        other.communicate()
 
 
 def test_a_forbidden_run_never_starts_and_counts_as_ended(backends: Backends) -> None:
