@@ -159,7 +159,7 @@ def _claim(data_dir: Path) -> Iterator[None]:
     try:
         made = [folder for folder in (data_dir, *data_dir.parents) if not folder.exists()]
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_private(data_dir)
+        _close_to_others(data_dir)
         new = not path.exists()
         lock = path.open("a")
     except OSError as error:
@@ -191,7 +191,7 @@ def _claim(data_dir: Path) -> Iterator[None]:
             (data_dir / SERVER_FILE).unlink(missing_ok=True)
 
 
-def _make_private(data_dir: Path) -> None:
+def _close_to_others(data_dir: Path) -> None:
     """Close a data directory to others: whoever can write it can put code into a run.
 
     One that holds nothing, or a control plane's lock, is ours to close. One that holds other things is left as it is.

@@ -105,7 +105,7 @@ def live(settings: Settings) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """One control plane for tests that leave no job behind."""
+    """One control plane for tests that look at nothing but what they made, or make nothing."""
     with control_plane(settings_in(tmp_path_factory.mktemp("shared") / "data")) as live:
         yield live
 

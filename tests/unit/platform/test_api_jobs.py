@@ -167,6 +167,14 @@ def test_a_late_report_of_a_finished_run_is_kept_and_moves_nothing(live) -> None
     assert len(live.http.get(f"/v1/jobs/{job['id']}/metrics").json()["items"]) == 1
 
 
+@pytest.fixture(scope="module")
+def sleeping(shared) -> dict[str, Any]:
+    """A job that has started and reports nothing."""
+    job = shared.submit("sleeps")
+    shared.when(job["id"], "starting")
+    return job
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -179,14 +187,14 @@ def test_a_late_report_of_a_finished_run_is_kept_and_moves_nothing(live) -> None
     ],
     ids=["kind", "seq 0", "seq huge", "step", "value", "name"],
 )
-def test_a_report_that_is_none_is_refused_with_the_field_and_nothing_of_it_stored(live, bad: dict[str, Any]) -> None:
-    job = live.submit("sleeps")
-    live.when(job["id"], "starting")
-    token = json.loads((live.run_dir(job) / "token").read_text())
-    answer = report(live, job["run_id"], token, bad)
+def test_a_report_that_is_none_is_refused_with_the_field_and_nothing_of_it_stored(
+    shared, sleeping: dict[str, Any], bad: dict[str, Any]
+) -> None:
+    token = json.loads((shared.run_dir(sleeping) / "token").read_text())
+    answer = report(shared, sleeping["run_id"], token, bad)
     assert answer.status_code == 422
     assert answer.json()["faults"][0]["field"].startswith("records.0")
-    assert live.job(job["id"])["state"] == "starting"
+    assert shared.job(sleeping["id"])["state"] == "starting"
 
 
 def test_many_clients_at_once_are_all_answered(live) -> None:
@@ -209,15 +217,15 @@ def test_many_clients_at_once_are_all_answered(live) -> None:
     assert [p["step"] for p in pages(live, f"/v1/jobs/{job['id']}/metrics")] == list(range(1, 11))
 
 
-def test_the_schema_health_and_readiness_are_told(live, wait) -> None:
-    assert live.http.get("/v1/schema/job").json() == spec_json_schema()
-    assert live.http.get("/healthz").json()["status"] == "ok"
-    wait(lambda: live.http.get("/readyz").status_code == 200)
-    assert live.http.get("/readyz").json()["ready"] is True
+def test_the_schema_health_and_readiness_are_told(shared, wait) -> None:
+    assert shared.http.get("/v1/schema/job").json() == spec_json_schema()
+    assert shared.http.get("/healthz").json()["status"] == "ok"
+    wait(lambda: shared.http.get("/readyz").status_code == 200)
+    assert shared.http.get("/readyz").json()["ready"] is True
 
 
-def test_openapi_names_every_path_with_its_problems_and_every_reference_resolves(live) -> None:
-    document = live.http.get("/openapi.json").json()
+def test_openapi_names_every_path_with_its_problems_and_every_reference_resolves(shared) -> None:
+    document = shared.http.get("/openapi.json").json()
     assert {path for path in document["paths"] if path.startswith("/v1")} == {
         "/v1/jobs",
         "/v1/jobs/{job_id}",

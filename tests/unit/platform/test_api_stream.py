@@ -56,45 +56,45 @@ def content(found: list[Message]) -> dict[str, Any]:
     }
 
 
-def test_a_stream_tells_all_of_a_job_and_ends_with_it(live) -> None:
-    job = live.submit("reports-9")
-    found = messages(live, job["id"])
+def test_a_stream_tells_all_of_a_job_and_ends_with_it(shared) -> None:
+    job = shared.submit("reports-9")
+    found = messages(shared, job["id"])
     told = content(found)
     assert told["steps"] == list(range(1, 10))
     assert told["end"] == ["succeeded"]
     assert found[-1].event == "end"
-    everything = live.http.get(f"/v1/jobs/{job['id']}/events").json()["items"]
+    everything = shared.http.get(f"/v1/jobs/{job['id']}/events").json()["items"]
     assert told["events"] == [event["id"] for event in everything]
     states = [m.data["state"] for m in found if m.event == "state"]
     assert states[-1] == "succeeded"
     assert "spec" not in found[0].data
 
 
-def test_a_stream_taken_up_again_at_any_message_misses_nothing_and_repeats_nothing(live) -> None:
-    job = live.submit("shouts")
-    live.when(job["id"], "succeeded")
-    whole = messages(live, job["id"])
+def test_a_stream_taken_up_again_at_any_message_misses_nothing_and_repeats_nothing(shared) -> None:
+    job = shared.submit("shouts")
+    shared.when(job["id"], "succeeded")
+    whole = messages(shared, job["id"])
     for cut in range(1, len(whole)):
-        rest = messages(live, job["id"], last=whole[cut - 1].id)
+        rest = messages(shared, job["id"], last=whole[cut - 1].id)
         both = whole[:cut] + rest
         assert content(both)["events"] == content(whole)["events"]
         assert content(both)["log"] == content(whole)["log"]
         assert rest[-1].event == "end"
 
 
-def test_a_follower_that_is_cut_off_while_the_job_runs_goes_on_where_it_was(live) -> None:
-    job = live.submit("reports-30")
+def test_a_follower_that_is_cut_off_while_the_job_runs_goes_on_where_it_was(shared) -> None:
+    job = shared.submit("reports-30")
     found: list[Message] = []
     while not found or found[-1].event != "end":
-        found += messages(live, job["id"], last=found[-1].id if found else "", stop_after=6)
+        found += messages(shared, job["id"], last=found[-1].id if found else "", stop_after=6)
     assert content(found)["steps"] == list(range(1, 31))
     assert content(found)["events"] == sorted(set(content(found)["events"]))
 
 
-def test_many_follow_one_job_and_all_see_all_of_it(live) -> None:
-    job = live.submit("reports-20")
+def test_many_follow_one_job_and_all_see_all_of_it(shared) -> None:
+    job = shared.submit("reports-20")
     seen: list[dict[str, Any]] = []
-    threads = [threading.Thread(target=lambda: seen.append(content(messages(live, job["id"])))) for _ in range(20)]
+    threads = [threading.Thread(target=lambda: seen.append(content(messages(shared, job["id"])))) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -128,15 +128,15 @@ def test_a_burst_of_log_is_sent_page_by_page_before_the_follower_rests(store, se
     assert sent() == "é"
 
 
-def test_only_the_kinds_asked_for_are_sent(live) -> None:
-    job = live.submit("reports-3")
-    assert {m.event for m in messages(live, job["id"], kinds=["metrics"])} == {"metrics", "end"}
+def test_only_the_kinds_asked_for_are_sent(shared) -> None:
+    job = shared.submit("reports-3")
+    assert {m.event for m in messages(shared, job["id"], kinds=["metrics"])} == {"metrics", "end"}
 
 
 @pytest.mark.parametrize("bad", ["x", "1.2.3", "1.2.run.-1", "1.2.run.1.5", f"{2**70}.0.run.0", "١.0.run.x"])
-def test_a_last_event_id_that_is_none_is_refused(live, bad: str) -> None:
-    job = live.submit("reports-1")
-    answer = live.http.get(f"/v1/jobs/{job['id']}/stream", headers={"last-event-id": bad.encode()})
+def test_a_last_event_id_that_is_none_is_refused(shared, bad: str) -> None:
+    job = shared.submit("reports-1")
+    answer = shared.http.get(f"/v1/jobs/{job['id']}/stream", headers={"last-event-id": bad.encode()})
     assert (answer.status_code, answer.json()["faults"][0]["field"]) == (422, "Last-Event-ID")
 
 
