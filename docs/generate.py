@@ -21,7 +21,7 @@ from twinstep.platform.api.problems import STATUS
 from twinstep.platform.scheduler.service import Service
 from twinstep.spec import states
 from twinstep.spec.errors import TwinstepError
-from twinstep.spec.job import JobSpec
+from twinstep.spec.job import OPTIMIZER_SETTINGS, JobSpec
 from twinstep.spec.states import FINAL, MOVES, RunState
 
 HERE = Path(__file__).parent / "reference"
@@ -30,7 +30,10 @@ Schema = Mapping[str, Any]
 
 RULES = (
     ("data.uih_budget", "at most `data.uih_len`: no history could fill a larger one"),
-    ("optimizers.*.momentum", "above 0 with `kind: sgd` only"),
+    *(
+        (f"optimizers.*.{name}", f"another value than the default with `kind: {'`, `'.join(kinds)}` only")
+        for name, kinds in OPTIMIZER_SETTINGS.items()
+    ),
     ("accelerator", "`accelerator: cpu` is short for `accelerator: {kind: cpu}`"),
     (
         "accelerator.kind",
@@ -117,8 +120,9 @@ def job_spec_page() -> str:
         NOTE,
         "# The job spec, field by field",
         "",
-        "A job spec is one YAML or JSON document, at most 256 KiB. Only `name` is required. Unknown keys, doubled keys "
-        "and YAML aliases are refused; a boolean or a quoted text is no number. `twinstep schema` prints the same as "
+        "A job spec is one YAML or JSON document, at most 256 KiB. Only `name` is required. Unknown keys, doubled "
+        "keys, YAML aliases and tags are refused. Plain words mean what YAML 1.2's core schema says: `010` is 10, `on`, "
+        "`yes` and `1:30` are text; a boolean or a quoted text is no number. `twinstep schema` prints the same as "
         "JSON Schema, `twinstep validate SPEC` checks a file. How to write one: "
         "[write a spec](../howto/write-a-spec.md).",
         "",

@@ -5,9 +5,19 @@ Each field states its unit and meaning; unknown keys are refused. `twinstep sche
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_MAX = 40  # leaves room for the suffixes that JobSet and Ray add to a 63-character DNS label
@@ -82,14 +92,18 @@ class DataSpec(Spec):
     synthetic_events: Annotated[StrictInt, Field(ge=100, le=10_000_000)] = 20_000
     """Events of the synthetic dataset; other datasets ignore it."""
 
-    @model_validator(mode="after")
-    def _budget_fits(self) -> DataSpec:
-        if self.uih_budget is not None and self.uih_budget > self.uih_len:
-            raise ValueError(
-                f"uih_budget {self.uih_budget} is more than uih_len {self.uih_len}: "
-                f"no history could fill it; give at most {self.uih_len}"
+    # A rule between fields stands at the field to be changed, after the field it looks at: the error then names it.
+    @field_validator("uih_budget")
+    @classmethod
+    def _budget_fits(cls, value: int | None, info: ValidationInfo) -> int | None:
+        most = info.data.get("uih_len")  # not there where it is not valid itself
+        if value is not None and most is not None and value > most:
+            raise PydanticCustomError(
+                "between_fields",
+                "is more than data.uih_len: no history could fill it",
+                {"allowed": f"at most {most}, which is data.uih_len", "nearest": most},
             )
-        return self
+        return value
 
     @property
     def uih_tokens(self) -> int:
@@ -97,24 +111,40 @@ class DataSpec(Spec):
         return self.batch_size * (self.uih_budget or self.uih_len)
 
 
+OPTIMIZER_SETTINGS = {
+    "momentum": ("sgd",),
+    "betas": ("adam", "adamw"),
+    "eps": ("adam", "adamw", "adagrad", "rowwise_adagrad"),
+}
+"""Which kinds of optimizer look at a setting; others refuse it, for a setting without effect is a mistake."""
+
+
 class OptimizerSpec(Spec):
     """What every optimizer has."""
 
+    kind: str
+    """The optimizer."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     """Weight decay, as torch.optim defines it for the kind."""
     momentum: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    """SGD's momentum; other kinds refuse a value above 0."""
+    """SGD's momentum; other kinds refuse another value than the default."""
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Adam's and AdamW's decay rates; other kinds ignore them."""
+    """Adam's and AdamW's decay rates; other kinds refuse other values than the default."""
     eps: Annotated[Number, Field(gt=0)] = 1e-8
-    """Added to denominators."""
+    """Added to denominators; sgd has none, and refuses another value than the default."""
 
-    @model_validator(mode="after")
-    def _momentum_is_sgds(self) -> Self:
-        kind = getattr(self, "kind", "sgd")
-        if self.momentum and kind != "sgd":
-            raise ValueError(f"momentum is sgd's; kind is {kind}: leave momentum out, or set kind: sgd")
-        return self
+    @field_validator(*OPTIMIZER_SETTINGS)
+    @classmethod
+    def _has_an_effect(cls, value: Any, info: ValidationInfo) -> Any:
+        kind, name = info.data.get("kind"), info.field_name or ""
+        default, kinds = cls.model_fields[name].default, OPTIMIZER_SETTINGS[name]
+        if kind is not None and kind not in kinds and value != default:
+            raise PydanticCustomError(
+                "between_fields",
+                "has no effect with kind: {kind}",
+                {"kind": kind, "allowed": f"the default, or kind: {' or '.join(kinds)}", "nearest": default},
+            )
+        return value
 
 
 class DenseOptimizerSpec(OptimizerSpec):
@@ -160,7 +190,7 @@ class TpuSpec(Spec):
     """The accelerator."""
     generation: Literal["v4", "v5e", "v5p", "v6e", "v7x"]
     """TPU generation."""
-    topology: Annotated[str, Field(pattern=r"^[1-9][0-9]*(x[1-9][0-9]*){1,2}$")]
+    topology: Annotated[str, Field(pattern=r"^[1-9][0-9]*(x[1-9][0-9]*){1,2}$", examples=["2x2x1"])]
     """Chips along each axis of a slice: 2x2x1, 4x4x8, 8x16."""
     slices: Count = 1
     """Slices of that topology."""
@@ -194,7 +224,7 @@ class CompileSpec(Spec):
     """What lowers the captured graph; eager runs the step as PyTorch does, as reference."""
     cache: StrictBool = True
     """Keep compiled programs on disk and reuse them."""
-    cache_dir: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    cache_dir: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")] | None = None
     """Directory of that cache; null means the user's cache directory."""
 
 
@@ -237,7 +267,7 @@ class RuntimeSpec(Spec):
     """Where and within which bounds the worker runs."""
 
     threads: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
-    """CPU threads of the worker; null: as many as the machine has processors."""
+    """CPU threads of the worker; null: as many as the processors it may run on."""
     max_seconds: Annotated[Number, Field(gt=0)] | None = None
     """Wall-clock limit of a run, in seconds; null: none."""
     stop_grace_seconds: Annotated[Number, Field(gt=0, le=3600)] = 10.0

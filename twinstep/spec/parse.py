@@ -3,50 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
+import operator
 import re
 from collections.abc import Iterable, Mapping
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, cast
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import NAME_MAX, JobSpec
+from twinstep.spec.nearest import Path, fields_at, kinds_at, nearest, nearest_value
+from twinstep.spec.text import dump_yaml, load_yaml
 
 MAX_SPEC_BYTES = 256 * 1024  # a spec is a page or two; more is a wrong file, or an attempt to exhaust memory
 MAX_DEPTH = 32
 MAX_GIVEN = 120
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML's safe loader, less aliases (a few lines could unfold to gigabytes) and less doubled keys."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()  # type: ignore[no-untyped-call]
-            raise yaml.YAMLError(f"line {event.start_mark.line + 1}: aliases (*name) are not allowed")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: a key must be a single word")
-            key = key_node.value
-            if key in seen:
-                raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: key {key!r} stands twice")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1 reads 1e-8 as text and wants 1.0e-8; JSON, YAML 1.2 and people write the former.
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9]+\.?|[0-9]*\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
 
 
 def parse_spec(text: str | bytes, *, source: str = "spec") -> JobSpec:
@@ -62,14 +36,16 @@ def parse_spec(text: str | bytes, *, source: str = "spec") -> JobSpec:
             remedy="give the path of a job spec (examples/ has some)",
         )
     try:
-        data = yaml.load(raw.decode("utf-8"), Loader=_StrictLoader)  # noqa: S506  a subclass of SafeLoader
+        data = load_yaml(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise SpecError(f"{source} is not UTF-8 text (byte {error.start})", remedy="save it as UTF-8") from None
     except RecursionError:
         raise SpecError(f"{source} is nested too deeply", remedy="a spec has at most three levels") from None
     except (yaml.YAMLError, ValueError) as error:
         detail = " ".join(str(error).split())[:300]
-        raise SpecError(f"{source} is not valid YAML: {detail}", remedy="mend the line named") from None
+        raise SpecError(
+            f"{source} is not valid YAML: {detail}", remedy="correct the line named; examples/ has whole specs"
+        ) from None
     return validate_spec(data, source=source)
 
 
@@ -101,7 +77,7 @@ def spec_json_schema() -> dict[str, Any]:
 
 def dump_spec(spec: JobSpec) -> str:
     """Return the spec as YAML, fields in declaration order; parses back to an equal spec."""
-    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+    return dump_yaml(spec.model_dump(mode="json"))
 
 
 def spec_faults(error: ValidationError, data: Mapping[str, Any]) -> tuple[Fault, ...]:
@@ -115,89 +91,103 @@ def spec_faults(error: ValidationError, data: Mapping[str, Any]) -> tuple[Fault,
 
 def _fault(item: dict[str, Any], data: Mapping[str, Any]) -> Fault:
     path = _user_path(item["loc"], data)
-    kind, context = item["type"], item.get("ctx") or {}
-    field, given = ".".join(str(part) for part in path), show(item.get("input"))
+    kind, context, given = item["type"], item.get("ctx") or {}, item.get("input")
     if kind == "extra_forbidden":
-        return _unknown_key(path, given)
+        return _unknown_key(path, given, data)
+    if kind == "invalid_key" or item["loc"][-1:] == ("[key]",):
+        allowed = f"text of the form {context['pattern']}" if "pattern" in context else "text"
+        return _named(path, "is not a name it can have", allowed=allowed, remedy=f"remove {path[-1]}")
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        kinds = kinds_at(path, data)
+        wrong = context.get("tag", given.get("kind") if isinstance(given, Mapping) else given)
+        problem = "is required" if wrong is None else "is not one of the values it can have"
+        remedy = f"kind: {kinds[0] if wrong is None else nearest(str(wrong), kinds)}"
+        return _named((*path, "kind"), problem, given=wrong, allowed=", ".join(kinds), remedy=remedy)
+    problem, allowed = _complaint(item, path)
+    return _named(
+        path,
+        problem,
+        given=_MISSING if kind == "missing" else given,
+        allowed=allowed,
+        remedy=_set_to(
+            path, context["nearest"] if kind == "between_fields" else given, data, missing=kind == "missing"
+        ),
+    )
+
+
+_MISSING = object()
+_BOUNDS = (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than"))
+_TYPES = {
+    "int_type": ("must be a whole number", "a whole number"),
+    "int_from_float": ("must be a whole number", "a whole number"),
+    "float_type": ("must be a number", "a number"),
+    "finite_number": ("must be finite", "a finite number"),
+    "bool_type": ("must be true or false", "true, false"),
+    "string_type": ("must be text", "text"),
+    "model_type": ("must be a mapping of fields", "a mapping of fields"),
+    "model_attributes_type": ("must be a mapping of fields", "a mapping of fields"),
+    "dict_type": ("must be a mapping", "a mapping"),
+    "tuple_type": ("must be a list", "a list"),
+    "too_long": ("has too many values", ""),
+}
+
+
+def _complaint(item: dict[str, Any], path: Path) -> tuple[str, str]:
+    """Return what is wrong with a value, and what is allowed."""
+    kind, context, given = item["type"], item.get("ctx") or {}, item.get("input")
     if kind == "missing":
-        return Fault(field=field, problem="is required", remedy=f"add `{path[-1]}:`")
-    if kind in ("literal_error", "union_tag_invalid"):
-        allowed = context.get("expected") or context.get("expected_tags", "")
-        options = re.findall(r"'([^']*)'", allowed)
-        wrong = context.get("tag", item.get("input"))
-        if kind == "union_tag_invalid":
-            field, given = f"{field}.kind" if field else "kind", show(wrong)
-        return Fault(
-            field=field,
-            problem="is not one of the values it can have",
-            given=given,
-            allowed=", ".join(options),
-            remedy=f"{path[-1] if kind == 'literal_error' else 'kind'}: {nearest(str(wrong), options)}",
-        )
-    if kind == "union_tag_not_found":
-        return Fault(
-            field=f"{field}.kind",
-            problem="is required",
-            given=given,
-            allowed="cpu, tpu, gpu",
-            remedy="kind: cpu",
-        )
-    if (bounds := _out_of_range(item, path, given)) is not None:
-        return bounds
-    if field == "name":
-        return Fault(
-            field=field,
-            problem="is not a valid name",
-            given=given,
-            allowed=f"1 to {NAME_MAX} lower-case letters, digits and '-', starting with a letter",
-            remedy=f"name: {suggest_name(item.get('input'))}",
-        )
-    message = str(item["msg"]).removeprefix("Value error, ")
-    return Fault(
-        field=field,
-        problem=_plain(message),
-        given=given,
-        allowed=_allowed(kind, context),
-        remedy=f"mend {field}" if field else "mend the spec",
-    )
-
-
-_BOUNDS = (("ge", "at least", 0), ("gt", "more than", 1), ("le", "at most", 0), ("lt", "less than", -1))
-
-
-def _out_of_range(item: dict[str, Any], path: tuple[str | int, ...], given: str) -> Fault | None:
-    context = item.get("ctx") or {}
-    for name, sign, step in _BOUNDS:
+        return "is required", ""
+    if kind == "between_fields":
+        return str(item["msg"]), context["allowed"]
+    if kind == "literal_error":
+        return "is not one of the values it can have", ", ".join(re.findall(r"'([^']*)'", context["expected"]))
+    if path == ("name",):
+        return "is not a valid name", f"1 to {NAME_MAX} lower-case letters, digits and '-', starting with a letter"
+    for name, sign in _BOUNDS:
         if name in context:
-            return Fault(
-                field=".".join(str(part) for part in path),
-                problem="is out of range",
-                given=given,
-                allowed=f"{sign} {context[name]}",
-                remedy=f"{path[-1]}: {_inside(context[name], step, item.get('input'))}",
-            )
-    return None
+            return "is out of range", f"{sign} {context[name]}"
+    if kind in _TYPES:
+        problem, allowed = _TYPES[kind]
+        quoted = kind in ("int_type", "float_type") and isinstance(given, str) and given.strip().isdecimal()
+        return f"{problem}, without quotes" if quoted else problem, allowed
+    if "pattern" in context:
+        return "has not the form it must have", f"text of the form {context['pattern']}"
+    message = str(item["msg"])
+    return message[:1].lower() + message[1:], ""
 
 
-def _unknown_key(path: tuple[str | int, ...], given: str) -> Fault:
-    parent, key = path[:-1], str(path[-1])
-    options = sorted(_fields_at(parent))
+def _named(path: Path, problem: str, *, allowed: str, remedy: str, given: Any = _MISSING) -> Fault:
+    field = ".".join(str(part) for part in path)
+    shown = "" if given is _MISSING else show(given)
+    return Fault(field=field, problem=problem, given=shown, allowed=allowed, remedy=remedy)
+
+
+def _set_to(path: Path, given: Any, data: Mapping[str, Any], *, missing: bool) -> str:
+    """Return `field: value` with the valid value nearest to what was given; for a part of a list, the whole list."""
+    index = next((depth for depth, part in enumerate(path) if isinstance(part, int)), None)
+    if index is not None:
+        path, missing = path[:index], False
+        given = functools.reduce(operator.getitem, path, cast(Any, data))
+    try:
+        value = nearest_value(path, None if missing else given, data)
+    except LookupError:
+        return f"remove {path[-1]}"
+    return dump_yaml({path[-1]: value}, flow=True).strip()[1:-1]
+
+
+def _unknown_key(path: Path, given: Any, data: Mapping[str, Any]) -> Fault:
+    key, options = str(path[-1]), fields_at(path[:-1], data)
     close = difflib.get_close_matches(key, options, n=1, cutoff=0.6)
-    return Fault(
-        field=".".join(str(part) for part in path),
-        problem="is not a field",
-        given=given,
-        allowed=", ".join(options),
-        remedy=f"did you mean {close[0]}?" if close else f"remove {key}",
-    )
+    remedy = f"did you mean {close[0]}?" if close else f"remove {key}"
+    return _named(path, "is not a field", given=given, allowed=", ".join(options), remedy=remedy)
 
 
-def _user_path(loc: Iterable[str | int], data: Mapping[str, Any]) -> tuple[str | int, ...]:
+def _user_path(loc: Iterable[str | int], data: Mapping[str, Any]) -> Path:
     """Drop the parts of pydantic's location that name a union's member and not a key the user wrote."""
     out: list[str | int] = []
     parts = list(loc)
     for index, part in enumerate(parts):
-        is_tag = out and out[-1] == "accelerator" and part in ("cpu", "tpu", "gpu") and index < len(parts)
+        is_tag = index == 1 and parts[0] == "accelerator" and part in ("cpu", "tpu", "gpu")
         is_type_note = isinstance(part, str) and ("[" in part or part in ("constrained-int", "int", "float", "str"))
         if not (is_tag or (is_type_note and not _has(data, [*out, part]))):
             out.append(part)
@@ -211,41 +201,6 @@ def _has(data: Any, path: list[str | int]) -> bool:
         except (TypeError, KeyError, IndexError):
             return False
     return True
-
-
-def _fields_at(path: tuple[str | int, ...]) -> set[str]:
-    """Return the names of the fields a spec has under `path`."""
-    models: list[type[BaseModel]] = [JobSpec]
-    for part in path:
-        found: list[type[BaseModel]] = []
-        for model in models:
-            if part in model.model_fields:
-                found.extend(_models_in(model.model_fields[str(part)].annotation))
-        models = found
-    return {name for model in models for name in model.model_fields}
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) in (Union, UnionType, Annotated):
-        return [model for arg in get_args(annotation) for model in _models_in(arg)]
-    if get_origin(annotation) is Literal:
-        return []
-    return []
-
-
-def nearest(given: str, options: Iterable[str]) -> str:
-    """Return the option most like `given`: by spelling, else the first."""
-    choices = list(options)
-    close = difflib.get_close_matches(given.lower(), choices, n=1, cutoff=0.0)
-    return close[0] if close else (choices[0] if choices else "")
-
-
-def suggest_name(given: Any) -> str:
-    """Return a valid name as near to `given` as can be."""
-    text = re.sub(r"[^a-z0-9]+", "-", str(given).lower()).lstrip("-0123456789")[:NAME_MAX].rstrip("-")
-    return text or "my-job"
 
 
 def show(value: Any) -> str:
@@ -263,41 +218,6 @@ def show(value: Any) -> str:
             else str(value)
         )
     return text if len(text) <= MAX_GIVEN else text[: MAX_GIVEN - 1] + "…"
-
-
-def _inside(bound: Any, step: int, given: Any) -> Any:
-    """Return the value nearest to `given` inside a bound; exclusive bounds step in by one, or by a small share."""
-    if step == 0:
-        return bound
-    if isinstance(given, int) and not isinstance(given, bool) and isinstance(bound, int) and abs(bound) > 1:
-        return bound + step
-    return bound + step * 0.001 if bound == 0 else round(bound * (1 + 0.001 * step), 6)
-
-
-def _plain(message: str) -> str:
-    table = {
-        "Input should be a valid integer": "must be a whole number, without quotes",
-        "Input should be a valid number": "must be a number, without quotes",
-        "Input should be a valid boolean": "must be true or false",
-        "Input should be a valid string": "must be text",
-    }
-    for start, plain in table.items():
-        if message.startswith(start):
-            return plain
-    return message[:1].lower() + message[1:]
-
-
-def _allowed(kind: str, context: Mapping[str, Any]) -> str:
-    if "pattern" in context:
-        return f"text of the form {context['pattern']}"
-    return {
-        "int_type": "a whole number",
-        "float_type": "a number",
-        "bool_type": "true, false",
-        "string_type": "text",
-        "model_type": "a mapping of fields",
-        "dict_type": "a mapping",
-    }.get(kind, "")
 
 
 def _kind(value: Any) -> str:

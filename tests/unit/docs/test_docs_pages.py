@@ -83,6 +83,8 @@ def test_every_field_of_a_spec_stands_on_its_page_with_a_meaning(generate: Modul
     [
         {"data": {"uih_len": 8, "uih_budget": 9}},
         {"optimizers": {"dense": {"kind": "adam", "momentum": 0.9}}},
+        {"optimizers": {"dense": {"kind": "sgd", "betas": [0.5, 0.9]}}},
+        {"optimizers": {"sparse": {"kind": "sgd", "eps": 0.1}}},
     ],
 )
 def test_the_rules_between_fields_are_the_codes(spec: dict[str, object]) -> None:

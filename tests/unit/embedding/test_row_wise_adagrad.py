@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from twinstep.spec.job import OptimizersSpec
+from twinstep.spec.job import OPTIMIZER_SETTINGS, OptimizersSpec
 from twinstep.worker.embedding.collection import EmbeddingCollection
 from twinstep.worker.embedding.optim import OPTIMIZERS, RowWiseAdagrad, build_optimizers, split_parameters
 
@@ -119,3 +119,15 @@ def test_every_kind_of_a_spec_is_built_and_steps(dense: str, sparse: str) -> Non
         optimizer.step()
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {"tables.embeddings.a.weight", "top.weight", "top.bias"}
+
+
+SETTINGS = {"momentum": 0.5, "betas": (0.8, 0.99), "eps": 1e-3, "weight_decay": 0.1, "lr": 0.25}
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "adagrad", "rowwise_adagrad"])
+def test_an_optimizer_has_every_setting_that_a_spec_lets_its_kind_have(kind: str) -> None:
+    allowed = {name: value for name, value in SETTINGS.items() if kind in OPTIMIZER_SETTINGS.get(name, (kind,))}
+    spec = OptimizersSpec.model_validate({"sparse": {"kind": kind, **allowed}})
+    model = EmbeddingCollection({"a": (3, 2)})
+    (group,) = build_optimizers(spec, nn.ModuleList([nn.Linear(2, 2), model]))["sparse"].param_groups
+    assert {name: group[name] for name in allowed} == allowed

@@ -40,7 +40,7 @@ SPECS = [
     ({"name": "Upper"}, "name", "'Upper'", "name: upper"),
     ({"name": "a" * 100}, "name", "'" + "a" * 100 + "'", "name: " + "a" * 40),
     ({"name": 7}, "name", "7", ""),
-    ({}, "name", "", "add `name:`"),
+    ({}, "name", "", "name: my-job"),
     ({"name": "a", "modle": {}}, "modle", "{}", "did you mean model?"),
     ({"name": "a", "data": {"batch_size": 0}}, "data.batch_size", "0", "batch_size: 1"),
     ({"name": "a", "data": {"batch_size": "32"}}, "data.batch_size", "'32'", ""),
