@@ -151,8 +151,8 @@ def cpu_model(path: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def threads() -> int:
-    """Return the threads a worker computes with: as many as there are processors, as a job does by default."""
-    return os.cpu_count() or 1
+    """Return the threads a worker computes with: as many as it may run on, as a job does by default."""
+    return len(os.sched_getaffinity(0))
 
 
 def as_line(found: Mapping[str, Any]) -> str:

@@ -121,9 +121,9 @@ def job_spec_page() -> str:
         "# The job spec, field by field",
         "",
         "A job spec is one YAML or JSON document, at most 256 KiB. Only `name` is required. Unknown keys, doubled "
-        "keys, YAML aliases and tags are refused. Plain words mean what YAML 1.2's core schema says: `010` is 10, `on`, "
-        "`yes` and `1:30` are text; a boolean or a quoted text is no number. `twinstep schema` prints the same as "
-        "JSON Schema, `twinstep validate SPEC` checks a file. How to write one: "
+        "keys, YAML aliases and tags are refused. Plain words mean what YAML 1.2's core schema says: `010` is 10, "
+        "`on`, `yes` and `1:30` are text; a boolean or a quoted text is no number. `twinstep schema` prints the same "
+        "as JSON Schema, `twinstep validate SPEC` checks a file. How to write one: "
         "[write a spec](../howto/write-a-spec.md).",
         "",
         "Between fields:",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,9 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from twinstep import __version__
-from twinstep.cli.client import ControlPlane
+from twinstep.cli.client import PlaneClient
 from twinstep.cli.follow import follow_job
-from twinstep.spec.errors import TwinstepError
+from twinstep.spec.errors import TwinstepError, UnavailableError
+from twinstep.worker.train.environment import usable_processors
+from twinstep.worker.train.toolchain import check_compiler
 
 HERE = Path(__file__).parent
 BACKENDS = ("inductor", "xla")
@@ -47,7 +48,7 @@ def main() -> int:
     started = time.monotonic()
     backends = usable_backends(console)
     try:
-        with control_plane(keep=options.keep) as (url, data_dir), ControlPlane(url) as plane:
+        with control_plane(keep=options.keep) as (url, data_dir), PlaneClient(url) as plane:
             console.print(f"control plane and dashboard: {url}")
             jobs = {backend: run_job(plane, job_spec(backend, options.steps), console) for backend in backends}
             seconds = time.monotonic() - started
@@ -70,12 +71,14 @@ def main() -> int:
 
 
 def usable_backends(console: Console) -> tuple[str, ...]:
-    """Return the backends this machine can compile with: Inductor needs a C++ compiler."""
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler):
-        return BACKENDS
-    console.print(f"no C++ compiler ({compiler}): the inductor job is left out; install g++, or name one in CXX")
-    return ("xla",)
+    """Return the backends this machine can compile with: Inductor needs a C++ compiler and Python's headers."""
+    try:
+        check_compiler()
+    except UnavailableError as error:
+        console.print(f"the inductor job is left out: {error.problem}", soft_wrap=True)
+        console.print(f"to have it: {error.remedy}", soft_wrap=True)
+        return ("xla",)
+    return BACKENDS
 
 
 @contextmanager
@@ -126,7 +129,7 @@ def job_spec(backend: str, steps: int | None) -> dict[str, Any]:
     return spec
 
 
-def run_job(plane: ControlPlane, spec: dict[str, Any], console: Console) -> dict[str, Any]:
+def run_job(plane: PlaneClient, spec: dict[str, Any], console: Console) -> dict[str, Any]:
     """Submit a job over REST, show it until it ends, and return it; cancel it when the demo is interrupted."""
     job_id = plane.post("/v1/jobs", spec)["id"]
     backend = spec["compile"]["backend"]
@@ -188,7 +191,7 @@ def results(jobs: dict[str, dict[str, Any]], seconds: float) -> dict[str, Any]:
         },
         "versions": {"twinstep": __version__, **(summaries.get("xla") or first).get("versions", {})},
         "cpu": os.cpu_count(),
-        "threads": os.cpu_count(),
+        "threads": usable_processors(),
         "runs": 1,
     }
 
