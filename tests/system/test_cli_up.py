@@ -55,12 +55,11 @@ def up(tmp_path: Path) -> Iterator[Any]:
         process.communicate()
 
 
-@pytest.mark.parametrize("how", ["--data-dir", "TWINSTEP_DATA_DIR"])
 def test_a_relative_data_directory_is_found_refused_to_others_and_trains_a_real_run(
-    up: Any, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    up: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    process, url = up("--data-dir", "./data") if how == "--data-dir" else up(TWINSTEP_DATA_DIR="data")
+    process, url = up("--data-dir", "./data")
     assert f"data in {tmp_path}/data;" in process.stdout.readline()
     monkeypatch.setenv("TWINSTEP_DATA_DIR", "data")
     (tmp_path / "spec.yaml").write_text(SPEC)
@@ -82,7 +81,8 @@ def test_a_relative_data_directory_is_found_refused_to_others_and_trains_a_real_
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_up_quietly_and_leaves_no_address_behind(up: Any, tmp_path: Path, number: int) -> None:
-    process, url = up("--data-dir", str(tmp_path / "data"))
+    process, url = up(TWINSTEP_DATA_DIR="data")
+    assert f"data in {tmp_path}/data;" in process.stdout.readline()
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (0, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 from twinstep.platform.scheduler import rundir
 from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.scheduler.reconcile import Reconciler
-from twinstep.platform.settings import Settings
+from twinstep.platform.settings import Settings, default_data_dir
 from twinstep.platform.store.store import Store
 from twinstep.spec.errors import UnavailableError
 from twinstep.spec.job import JobSpec
@@ -106,6 +107,24 @@ def test_a_control_plane_killed_anywhere_neither_loses_a_run_nor_runs_it_twice(
     assert (run.state, run.acked_seq) == (RunState.SUCCEEDED, 5)
     assert [point.step for point in plane.store.metrics(job.run_id).items] == [1, 2, 3, 4]
     assert plane.starts(job.run_id) == 1
+
+
+@pytest.mark.parametrize("how", ["--data-dir", "TWINSTEP_DATA_DIR", "~"])
+def test_a_run_comes_to_its_end_however_the_data_directory_was_named(
+    settings: Settings, wait, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    named = {"--data-dir": Path("./data"), "TWINSTEP_DATA_DIR": default_data_dir({"TWINSTEP_DATA_DIR": "data"})}
+    plane = Plane(replace(settings, data_dir=named.get(how, Path("~/data"))))
+    try:
+        job = plane.store.create_job(JobSpec(name="reports-2"))
+        plane.passes_until(job.run_id, *FINAL, wait=wait)
+        run = plane.store.run(job.run_id)
+        assert (run.state, run.acked_seq) == (RunState.SUCCEEDED, 3), run.reason
+    finally:
+        plane.close()
+    assert (tmp_path / "data" / "runs" / job.run_id / "exit.json").exists()
 
 
 def test_a_failed_run_says_its_exit_code_and_the_last_line_of_its_log(planes, wait) -> None:
