@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,44 @@ ROOT = Path(__file__).parents[2]
 STEPS = 20
 
 
-def run(tmp_path: Path, backend: str, **changes: Any) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
-    """Train examples/ml-100k.yaml for a few steps as a run of a control plane that is away; return its spool."""
-    spec = yaml.safe_load((ROOT / "examples/ml-100k.yaml").read_text())
-    spec["compile"] = {"backend": backend, "cache": False}
-    spec["train"] = {"steps": STEPS, "eval_batches": 4, **changes.pop("train", {})}
-    spec |= changes
-    run_dir = tmp_path / backend
-    run_dir.mkdir()
-    path = run_dir / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
+@dataclass(frozen=True)
+class Ended:
+    """What is left of a run."""
+
+    code: int
+    said: str
+    records: list[dict[str, Any]]
+
+    def losses(self) -> list[float]:
+        return [record["values"]["loss"] for record in self.records if "loss" in record.get("values", {})]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record.get("name") == name]
+
+
+def spec(backend: str, **changes: Any) -> dict[str, Any]:
+    """examples/ml-100k.yaml for a few steps."""
+    found: dict[str, Any] = yaml.safe_load((ROOT / "examples/ml-100k.yaml").read_text())
+    found["compile"] = {"backend": backend, "cache": False}
+    found["train"] = {"steps": STEPS, "eval_batches": 4, **changes.pop("train", {})}
+    return found | changes
+
+
+def train(place: Path, **specs: dict[str, Any]) -> dict[str, Ended]:
+    """Train specs one after the other in one process, as runs of a control plane that is away."""
+    for name, each in specs.items():
+        (place / name).mkdir()
+        (place / name / "spec.yaml").write_text(yaml.safe_dump(each))
     found = subprocess.run(
-        [sys.executable, "-m", "twinstep", "train", str(path)],
-        env=environment(run_dir), capture_output=True, text=True, timeout=280, check=False,
+        [sys.executable, Path(__file__).with_name("train_here.py"), *(place / name for name in specs)],
+        env=environment(place), capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
-    return found, spooled(run_dir)
+    assert found.returncode == 0, found.stderr
+    ended = {}
+    for name in specs:
+        end = json.loads((place / name / "ended.json").read_text())
+        ended[name] = Ended(end["code"], end["out"] + end["err"], spooled(place / name))
+    return ended
 
 
 def environment(run_dir: Path) -> dict[str, str]:
@@ -49,59 +73,68 @@ def spooled(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "spool.jsonl").read_text().splitlines()]
 
 
-def losses(records: list[dict[str, Any]]) -> list[float]:
-    return [record["values"]["loss"] for record in records if "loss" in record.get("values", {})]
-
-
 @pytest.fixture(scope="module")
-def eager_curve(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    found, records = run(tmp_path_factory.mktemp("eager"), "eager")
-    assert found.returncode == 0, found.stderr
-    return losses(records)
+def eager(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    wild = {"dense": {"kind": "sgd", "lr": 1e30}, "sparse": {"kind": "sgd", "lr": 1e30}}
+    return train(
+        tmp_path_factory.mktemp("eager"),
+        curve=spec("eager"),
+        short=spec("eager", train={"steps": 3, "eval_every": 2, "eval_batches": 1}),
+        again=spec("eager"),
+        wild=spec("eager", optimizers=wild),
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["inductor", "xla"])
-def test_a_compiled_run_gives_the_eager_loss_curve(tmp_path: Path, backend: str, eager_curve: list[float]) -> None:
-    found, records = run(tmp_path, backend)
-    assert found.returncode == 0, found.stderr
-    curve = losses(records)
-    assert len(curve) == len(eager_curve) == STEPS
-    assert curve == pytest.approx(eager_curve, rel=1e-4)
-    assert max(eager_curve) - min(eager_curve) > 0.01, "a curve that does not move compares nothing"
-    compiles = [record for record in records if record.get("name") == "compiled"]
+def test_a_compiled_run_gives_the_eager_loss_curve(tmp_path: Path, backend: str, eager: dict[str, Ended]) -> None:
+    run = train(tmp_path, run=spec(backend, debug={"save_graph": True}))["run"]
+    expected = eager["curve"].losses()
+    assert run.code == 0, run.said
+    assert len(run.losses()) == len(expected) == STEPS
+    assert run.losses() == pytest.approx(expected, rel=1e-4)
+    assert max(expected) - min(expected) > 0.01, "a curve that does not move compares nothing"
+    compiles = run.events("compiled")
     assert [each["data"]["reason"] for each in compiles] == ["first compile"]
     assert compiles[0]["data"]["seconds"] > 0
-    results = [record["summary"] for record in records if record["kind"] == "result"]
+    results = [record["summary"] for record in run.records if record["kind"] == "result"]
     assert [each["backend"] for each in results] == [backend]
     assert results[0]["compile_s"] > 0
-    assert "Traceback" not in found.stdout + found.stderr
+    graphs = list((tmp_path / "run").glob("graph-*.txt"))
+    assert [{"file": path.name} for path in graphs] == [each["data"] for each in run.events("graph_saved")]
+    assert len(graphs) == 1
+    assert "torch.ops.aten.mul.Tensor" in graphs[0].read_text()
+    assert "Traceback" not in run.said
 
 
-def test_records_of_a_run_are_numbered_without_a_gap_and_end_with_done(tmp_path: Path) -> None:
-    found, records = run(tmp_path, "eager", train={"steps": 3, "eval_every": 2, "eval_batches": 1})
-    assert found.returncode == 0, found.stderr
-    assert [record["seq"] for record in records] == list(range(1, len(records) + 1))
-    assert records[-1]["kind"] == "progress"
-    assert records[-1]["phase"] == "done"
-    assert [record["data"]["step"] for record in records if record.get("name") == "evaluated"] == [2, 3]
+def test_records_of_a_run_are_numbered_without_a_gap_and_end_with_done(eager: dict[str, Ended]) -> None:
+    run = eager["short"]
+    assert run.code == 0, run.said
+    assert [record["seq"] for record in run.records] == list(range(1, len(run.records) + 1))
+    assert run.records[-1]["kind"] == "progress"
+    assert run.records[-1]["phase"] == "done"
+    assert [record["data"]["step"] for record in run.events("evaluated")] == [2, 3]
 
 
-def test_a_loss_that_is_not_finite_fails_the_run_and_names_the_step(tmp_path: Path) -> None:
-    wild = {"dense": {"kind": "sgd", "lr": 1e30}, "sparse": {"kind": "sgd", "lr": 1e30}}
-    found, records = run(tmp_path, "eager", optimizers=wild)
-    assert found.returncode == 1
-    assert "the loss of step" in found.stderr
-    assert "Traceback" not in found.stderr
-    failed = [record for record in records if record.get("name") == "failed"]
-    assert len(failed) == 1
-    assert "lower optimizers.dense.lr" in failed[0]["reason"]
+def test_a_loss_that_is_not_finite_fails_the_run_and_names_the_step(eager: dict[str, Ended]) -> None:
+    run = eager["wild"]
+    assert run.code == 1
+    assert "the loss of step" in run.said
+    assert "Traceback" not in run.said
+    (failed,) = run.events("failed")
+    assert "lower optimizers.dense.lr" in failed["reason"]
+
+
+def test_the_same_seed_gives_the_same_curve_bit_for_bit_whatever_ran_before(eager: dict[str, Ended]) -> None:
+    assert eager["curve"].code == 0, eager["curve"].said
+    assert eager["again"].losses() == eager["curve"].losses()
+    assert len(eager["again"].losses()) == STEPS
 
 
 def test_sigterm_ends_a_run_between_steps_and_says_so(tmp_path: Path) -> None:
-    spec = {"name": "long", "data": {"dataset": "synthetic", "batch_size": 4}, "compile": {"backend": "eager"},
+    long = {"name": "long", "data": {"dataset": "synthetic", "batch_size": 4}, "compile": {"backend": "eager"},
             "train": {"steps": 100_000}}  # fmt: skip
-    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(long))
     worker = subprocess.Popen(
         [sys.executable, "-m", "twinstep", "train", str(tmp_path / "spec.yaml")],
         env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -124,25 +157,30 @@ def test_sigterm_ends_a_run_between_steps_and_says_so(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_the_same_seed_gives_the_same_curve_bit_for_bit(tmp_path: Path, eager_curve: list[float]) -> None:
-    _, records = run(tmp_path, "eager")
-    assert losses(records) == eager_curve
+# RLIMIT_FSIZE is a full disk: of the spool, and of the log that standard output goes to.
+FULL_DISK = """
+import resource, sys
+import torch  # its caches are none of the run's
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+sys.argv = ["twinstep", "train", sys.argv[1]]
+from twinstep.cli import main
+main()
+"""
 
 
-def test_a_saved_graph_stands_beside_the_runs_files_and_the_time_of_compiling_apart(tmp_path: Path) -> None:
-    spec = yaml.safe_load((ROOT / "examples/smoke.yaml").read_text())
-    spec |= {"compile": {"backend": "xla", "cache": False}, "train": {"steps": 2}, "debug": {"save_graph": True}}
-    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
-    found = subprocess.run(
-        [sys.executable, "-m", "twinstep", "train", str(tmp_path / "spec.yaml"), "--json"],
-        env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    summary = json.loads(found.stdout)["summary"]
-    assert summary["compile_s"] > 0
-    graphs = list(tmp_path.glob("graph-*.txt"))
-    assert len(graphs) == 1
-    assert "torch.ops.aten.mul.Tensor" in graphs[0].read_text()
+def test_a_run_on_a_full_disk_trains_to_its_end_and_succeeds(tmp_path: Path) -> None:
+    small = yaml.safe_load((ROOT / "examples/smoke.yaml").read_text())
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(small))
+    (tmp_path / "log").write_bytes(b"x" * 2900)  # what was written before the disk was full
+    with (tmp_path / "log").open("ab") as log:
+        done = subprocess.run(
+            [sys.executable, "-c", FULL_DISK, tmp_path / "spec.yaml"],
+            env=environment(tmp_path), stdout=log, stderr=log, timeout=120, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, (tmp_path / "log").read_text()[2900:]
+    records = spooled(tmp_path)
+    assert 5 < len(records) < 20 + 4, "not all of them found room"
+    assert [record["seq"] for record in records] == list(range(1, len(records) + 1))
 
 
 def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from twinstep.worker.train.output import giving_up
+
 LINE_EVERY = 5.0  # seconds between lines where nothing can be redrawn (a log file)
 
 
@@ -62,7 +64,7 @@ class ProgressView:
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         if self._console is not None:
-            with contextlib.suppress(OSError):
+            with giving_up(self._console.file):
                 self._console.print(text, markup=False, highlight=False)
 
     def compiling(self, reason: str) -> None:

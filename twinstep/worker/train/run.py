@@ -18,7 +18,7 @@ from twinstep.spec.job import JobSpec
 from twinstep.spec.report import RunSummary
 from twinstep.worker.train.environment import RunContext, usable_processors
 from twinstep.worker.train.loop import Trainer
-from twinstep.worker.train.output import give_up_output
+from twinstep.worker.train.output import flush_output
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.report import Reporter, make_reporter
 from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
@@ -58,7 +58,7 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
         raise
     finally:
         reporter.close()
-        give_up_output()
+        flush_output()
 
 
 def _report_end(reporter: Reporter, error: BaseException, step: int) -> None:
