@@ -144,6 +144,7 @@ def test_the_specs_of_the_benchmarks_are_valid_jobs() -> None:
     assert quality.full().spec["data"]["dataset"] == "ml-100k"
 
 
+@pytest.mark.inductor
 @pytest.mark.bench
 @pytest.mark.timeout(900)  # several cold compiles, one after the other
 def test_step_runs_with_every_variant_and_they_agree() -> None:

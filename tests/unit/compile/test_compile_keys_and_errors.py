@@ -114,6 +114,7 @@ def test_a_change_in_any_field_of_the_key_misses_and_has_a_reason() -> None:
     assert reason(key, key) == "same key"
 
 
+@pytest.mark.inductor
 def test_the_disk_cache_answers_a_second_process_of_the_same_step(tmp_path: Path) -> None:
     for backend in ("xla", "inductor"):
         found = []
@@ -179,6 +180,7 @@ def test_an_error_of_the_users_own_step_is_named_with_its_line() -> None:
         compiled(batch(2))
 
 
+@pytest.mark.inductor
 def test_a_runner_refuses_other_structures_shapes_and_dtypes_and_keeps_the_state() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
