@@ -117,6 +117,8 @@ def capture(
     leaves, _, batch_spec = batch_leaves(batch)
     num_state, num_rates = len(state.slots), len(state.learning_rates())
     found: list[OutputTree] = []
+    leaves_none: list[bool] = []
+    old_gradients = True
     lines = _UserLines()
 
     def flat_step(*inputs: Tensor) -> list[Tensor]:
@@ -124,24 +126,38 @@ def capture(
         given = pytree.tree_unflatten(list(inputs[num_state + num_rates :]), batch_spec)
         with state.swapped(tensors, rates) as swapped:
             arguments = (state.model, given) if optimizer is None else (state.model, optimizer, given)
-            for parameter in swapped.optimized():
-                parameter.grad = torch.empty_like(parameter)  # stands for the step before; see _refuse_old_gradients
+            if old_gradients:
+                for parameter in swapped.optimized():
+                    parameter.grad = torch.empty_like(parameter)  # of the step before; see _reads_old_gradients
             with torch.set_grad_enabled(True), lines, _python_as_it_was(state.model):
                 result = train_step(*arguments)
             tree, outputs = _split_outputs(result)
             found[:] = [tree]
+            leaves_none[:] = [all(parameter.grad is None for parameter in swapped.optimized())]
             return [*swapped.values(), *outputs]
 
     example = [*state.tensors(), *state.learning_rates(), *leaves]
     first = _first_trace(flat_step, example)
-    _refuse_old_gradients(first, count=state.num_optimized())
+    if _reads_old_gradients(first, count=state.num_optimized()):
+        if not leaves_none[0]:
+            raise CaptureError(
+                "the step adds to gradients of the step before it",
+                remedy="call optimizer.zero_grad() in the step, before backward()",
+            )
+        old_gradients = False  # zero_grad() stands at the step's end: each step starts with none
+        lines = _UserLines()
+        first = _first_trace(flat_step, example)
     lines.mark(first)
     run_passes(first, FIRST_TRACE_PASSES)
     _refuse_scalars(first)
     second = make_fx(
-        functionalize(first, remove="mutations"), decomposition_table=dict(decompositions), tracing_mode="fake"
+        functionalize(first, remove="mutations"),
+        decomposition_table=dict(decompositions),
+        tracing_mode="fake",
+        _allow_non_fake_inputs=True,  # tensors that the step closes over; lift_constants makes inputs of them
     )(*example)
     run_passes(second, PASSES)
+    _refuse_changed_state(second, state, example)
     constants = lift_constants(second)
     return Captured(
         graph=second,
@@ -181,8 +197,13 @@ def _split_outputs(result: Any) -> tuple[OutputTree, list[Tensor]]:
                 "the step returns a Python number read from a tensor (.item(), float(), int())",
                 remedy="return the tensor itself; read it after the step",
             )
-        else:
+        elif leaf is None or isinstance(leaf, bool | int | float | str | bytes | torch.dtype | torch.device):
             constants.append((index, leaf))
+        else:
+            raise CaptureError(
+                f"the step returns {type(leaf).__name__}, which may hold tensors where they cannot be seen",
+                remedy="return tensors in dicts, lists, tuples or named tuples",
+            )
     return OutputTree(spec, tuple(constants)), tensors
 
 
@@ -196,6 +217,12 @@ class _UserLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads: list[str] = []
+        self._refused: CaptureError | None = None
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._refused is not None and error[0] is None:
+            raise self._refused  # the step caught it, and would be compiled as if it always failed there
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -203,10 +230,11 @@ class _UserLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, Tensor) and any(isinstance(size, torch.SymInt) for size in each.shape):
-                raise CaptureError(
+                self._refused = CaptureError(
                     f"a shape depends on a tensor's values ({func}){_users_place(traceback.extract_stack())}",
                     remedy="keep shapes fixed: torch.where with a mask instead of indexing by it, padding, buckets",
                 )
+                raise self._refused
         return result
 
     def mark(self, graph: fx.GraphModule) -> None:
@@ -226,20 +254,18 @@ def _refuse_scalars(graph: fx.GraphModule) -> None:
             )
 
 
-def _refuse_old_gradients(graph: fx.GraphModule, *, count: int) -> None:
-    """Raise CaptureError where the step reads gradients of the step before: they are no part of the state.
+def _reads_old_gradients(graph: fx.GraphModule, *, count: int) -> bool:
+    """Say whether the step reads gradients of the step before: they are no part of the state.
 
     The `.grad` of each optimized parameter starts as an `empty_like`, the first `count` of them in the graph; a step
     may drop it or overwrite it with zeros, nothing else.
     """
     position = {node: index for index, node in enumerate(graph.graph.nodes)}
-    for node in [node for node in position if node.target is torch.ops.aten.empty_like.default][:count]:
-        first = min(node.users, key=position.__getitem__, default=None)
-        if first is not None and first.target not in (torch.ops.aten.zero_.default, torch.ops.aten.detach_.default):
-            raise CaptureError(
-                "the step adds to gradients of the step before it",
-                remedy="call optimizer.zero_grad() in the step, before backward()",
-            )
+    markers = [node for node in position if node.target is torch.ops.aten.empty_like.default][:count]
+    first_users = [min(node.users, key=position.__getitem__) for node in markers if node.users]
+    return any(
+        user.target not in (torch.ops.aten.zero_.default, torch.ops.aten.detach_.default) for user in first_users
+    )
 
 
 @contextlib.contextmanager
@@ -264,6 +290,18 @@ def _generators() -> tuple[Any, ...]:
     """Return where Python's and NumPy's global generators stand."""
     numpys: tuple[Any, ...] = np.random.get_state(legacy=True)  # type: ignore[assignment]
     return random.getstate(), numpys[1].tobytes(), numpys[2]
+
+
+def _refuse_changed_state(graph: fx.GraphModule, state: TrainState, example: Sequence[Tensor]) -> None:
+    """Raise CaptureError where the step gives a tensor of the state another shape or dtype."""
+    results: Any = graph.graph.output_node().args[0]
+    for slot, result, before in zip(state.slots, results, example, strict=False):
+        now = result.meta["val"]
+        if (now.dtype, now.shape) != (before.dtype, before.shape):
+            raise CaptureError(
+                f"the step turns {slot.name}, {list(before.shape)} {before.dtype}, into {list(now.shape)} {now.dtype}",
+                remedy="keep its shape and dtype (tensor.copy_, tensor.add_)",
+            )
 
 
 def _users_place(frames: traceback.StackSummary) -> str:

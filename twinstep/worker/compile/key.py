@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import functools
 import hashlib
@@ -134,20 +133,24 @@ def _add_code(found: hashlib._Hash, code: types.CodeType) -> None:
             found.update(repr(plain(constant)).encode())
 
 
-def plain(value: Any) -> Any:
-    """Return a value whose text is the same in every process: plain values, containers and dataclasses of them.
+def plain(value: Any, depth: int = 3) -> Any:
+    """Return a value whose text is the same in every process: plain values, and containers and objects of them.
 
-    Anything else (a tensor, a module, an object, whose text holds its address) becomes its type's name.
+    Tensors and modules become their type's name (their contents are state), functions their own; objects are looked
+    into `depth` levels deep.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum | torch.dtype | torch.device):
         return value
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, Tensor | nn.Module) or depth == 0:
+        return type(value).__qualname__
     if isinstance(value, tuple | list | set | frozenset):
-        return type(value).__name__, [plain(each) for each in value]
+        return type(value).__name__, [plain(each, depth - 1) for each in value]
     if isinstance(value, dict):
-        return [(plain(name), plain(each)) for name, each in value.items()]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value).__name__, [plain(getattr(value, field.name)) for field in fields(value)]
-    return type(value).__qualname__
+        return [(plain(name), plain(each, depth - 1)) for name, each in value.items()]
+    attributes = getattr(value, "__dict__", {})
+    return type(value).__qualname__, [(name, plain(each, depth - 1)) for name, each in attributes.items()]
 
 
 def module_settings(model: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -156,10 +159,11 @@ def module_settings(model: nn.Module) -> tuple[tuple[str, str], ...]:
         (f"{path}.{name}" if path else name, str(value) if type(value) in _SIMPLE else repr(plain(value)))
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in _TORCHS_OWN
+        if name not in _TORCHS_OWN or (name in _HOOKS and value)
     )
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SIMPLE = (bool, int, float)
 
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}

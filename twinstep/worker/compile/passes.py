@@ -64,8 +64,9 @@ def unread_scalars(graph: fx.GraphModule) -> int:
     use take numbers only: `x.addcdiv_(a, b, value=s)`, `x.add_(a, alpha=s)`, `x.mul_(s)`.
     """
     changed = 0
+    read_by_ops = {node for node in graph.graph.nodes if _is_read(node) and node.users}
     for node in list(graph.graph.nodes):
-        if node.target is aten._local_scalar_dense.default:
+        if _is_read(node):
             # What is read is the value at this moment; the tensor may be written to before the number is used.
             with graph.graph.inserting_before(node):
                 node.args = (graph.graph.call_function(aten.clone.default, (node.args[0],)),)
@@ -74,10 +75,14 @@ def unread_scalars(graph: fx.GraphModule) -> int:
         with graph.graph.inserting_before(node):
             if _UNREAD[node.target](graph.graph, node):
                 changed += 1
-    for node in reversed(list(graph.graph.nodes)):
-        if node.target is aten._local_scalar_dense.default and not node.users:
+    for node in read_by_ops:  # one that no op used was read by Python (an `if`, a print): it must be seen and refused
+        if not node.users:
             graph.graph.erase_node(node)
     return changed
+
+
+def _is_read(node: fx.Node) -> bool:
+    return node.target is aten._local_scalar_dense.default
 
 
 def _read_from(value: Any) -> fx.Node | None:
@@ -199,9 +204,31 @@ def _layout(node: fx.Node) -> tuple[Any, ...]:
     return value.dtype, tuple(value.shape), value.stride()
 
 
+def split_alpha(graph: fx.GraphModule) -> int:
+    """Write `a + alpha·b` as a product and a sum.
+
+    Inductor of torch 2.13 fuses the sum with a matrix product before it and forgets alpha: weight decay would act as 1.
+    """
+    changed = 0
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and node.target in _WITH_ALPHA and node.kwargs.get("alpha", 1) != 1:
+            scaled_at = _WITH_ALPHA[node.target]
+            with graph.graph.inserting_before(node):
+                scaled = graph.graph.call_function(aten.mul.Tensor, (node.args[scaled_at], node.kwargs["alpha"]))
+            scaled.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+            node.args = tuple(scaled if index == scaled_at else each for index, each in enumerate(node.args))
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "alpha"}
+            changed += 1
+    return changed
+
+
+_WITH_ALPHA = {aten.add.Tensor: 1, aten.sub.Tensor: 1, aten.add_.Tensor: 1, aten.sub_.Tensor: 1}
+
+
 FIRST_TRACE_PASSES = (
     Pass("drop_profiler_nodes", drop_profiler_nodes, keeps_bits=True, why="marks of step() have no lowering"),
     Pass("unread_scalars", unread_scalars, keeps_bits=False, why="a learning rate must stay an input, not a number"),
+    Pass("split_alpha", split_alpha, keeps_bits=False, why="Inductor loses the factor beside a matrix product"),
 )
 """On the graph that still mutates, before functionalization."""
 

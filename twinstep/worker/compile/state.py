@@ -60,6 +60,7 @@ class TrainState:
         self.model = model
         self.optimizers = as_mapping(optimizer)
         self._parameters = dict(model.named_parameters())
+        self._check_hooks()
         self._buffers = dict(model.named_buffers())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         for key, each in self.optimizers.items():
@@ -78,6 +79,14 @@ class TrainState:
                         remedy="build the optimizer from model.parameters() of the very model that is compiled",
                     )
 
+    def _check_hooks(self) -> None:
+        for name, parameter in self._parameters.items():
+            if _has_hooks(parameter):
+                raise CompileError(
+                    f"{name} has gradient hooks, which are the live tensor's and not the graph's",
+                    remedy="change gradients in the step, between backward() and optimizer.step()",
+                )
+
     def _check_apart(self) -> None:
         """Refuse two slots that share memory: each would be given its own, and writes to one would miss the other."""
         ranges = sorted(
@@ -93,7 +102,7 @@ class TrainState:
                 )
 
     def _find_structure(self) -> tuple[Any, ...]:
-        parameters = tuple((id(each), each.requires_grad) for each in self.model.parameters())
+        parameters = tuple((id(each), each.requires_grad, _has_hooks(each)) for each in self.model.parameters())
         buffers = tuple(name for name, _ in self.model.named_buffers())
         entries = tuple((key, id(parameter), entry) for key, parameter, entry in self._optimizer_entries())
         groups = tuple(
@@ -102,12 +111,13 @@ class TrainState:
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
-        return parameters, buffers, entries, groups
+        return parameters, buffers, entries, groups, self.hyperparameters()
 
     def outdated(self) -> bool:
         """Say whether model or optimizers hold other tensors than when the slots were found.
 
-        So after a parameter was frozen or replaced, a parameter group added, or an optimizer's state cleared.
+        So after a parameter was frozen or replaced, a parameter group added, an optimizer's state cleared, or a setting
+        changed that wants state there was none of (momentum).
         """
         return self._find_structure() != self._structure
 
@@ -132,6 +142,14 @@ class TrainState:
         for key, parameter, entry in self._optimizer_entries():
             found.append(self.optimizers[key].state[parameter][entry])
         return found
+
+    def live_by_path(self) -> dict[str, Tensor]:
+        """Return the tensors that model and optimizers hold now by the path their slot has, or would have."""
+        paths = [slot.path for slot in self._find_slots()]
+        parameters = dict(self.model.named_parameters())
+        found: list[Tensor] = [*parameters.values(), *self.model.buffers()]
+        found += [self.optimizers[key].state[parameter][entry] for key, parameter, entry in self._optimizer_entries()]
+        return dict(zip(paths, found, strict=True)) if len(paths) == len(found) else {}
 
     def tensors(self) -> list[Tensor]:
         """Return aliases of the live tensors, without gradient, in the order of `slots`."""
@@ -349,6 +367,10 @@ def _check_state(key: str, optimizer: Optimizer) -> None:
 
 def _type(value: Any) -> str:
     return f"{type(value).__name__} ({value!r})" if isinstance(value, int | float) else type(value).__name__
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _setting(value: Any) -> Any:

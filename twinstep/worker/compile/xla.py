@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import torchax
+from jax.experimental.compilation_cache import compilation_cache
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 
@@ -103,10 +104,14 @@ class XlaBackend:
         """
         if self.arrays:
             self.check_state()
-            self.push_written()
+            if not self._live.outdated():
+                self.push_written()
+            live = self._live.live_by_path()
             with torch.no_grad():
-                for tensor, array in zip(self._live.tensors(), self.arrays, strict=True):
-                    tensor.copy_(_to_torch(array, tensor.dtype))
+                for slot, array in zip(self._live.slots, self.arrays, strict=True):
+                    if slot.path in live:  # an optimizer's state may have been cleared since
+                        tensor = live[slot.path].detach()
+                        tensor.copy_(_to_torch(array, tensor.dtype))
             self._note()
 
     def check_state(self) -> None:
@@ -214,6 +219,8 @@ class _cache_at:
 
     def __enter__(self) -> None:
         self._before = {name: getattr(jax.config, name) for name in self._wanted}
+        if self._wanted.get("jax_compilation_cache_dir") != self._before.get("jax_compilation_cache_dir"):
+            compilation_cache.reset_cache()  # JAX opens its cache once, and would stay with another directory
         for name, value in self._wanted.items():
             jax.config.update(name, value)  # type: ignore[no-untyped-call]
 

@@ -47,12 +47,27 @@ OWN_OPS: dict[Any, Callable[..., Any]] = {
 """Ops that torchax lacks, or that it only knows for tensors that move between devices."""
 
 
+WRONG_OPS: dict[Any, str] = {
+    aten.max_pool2d_with_indices_backward: "its gradient is wrong for one channel",
+    aten.put: "with accumulate it keeps one of several equal indices",
+}
+"""Ops of torchax that differ from eager in ways a user would not notice."""
+
+
 class JaxInterpreter(fx.Interpreter):
     """Interprets a graph on JAX arrays; random ops take their keys from torchax's environment.
 
     Raises:
         CompileError: the graph holds an op with no lowering.
     """
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node, and give its result the dtype it has in torch: JAX lets a 0-d float32 widen a bfloat16."""
+        result = super().run_node(n)
+        want = n.meta.get("val")
+        if n.op == "call_function" and isinstance(result, jax.Array) and isinstance(want, torch.Tensor):
+            return result.astype(_dtype(want.dtype))
+        return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one node."""
@@ -61,6 +76,11 @@ class JaxInterpreter(fx.Interpreter):
         kwargs = {name: value for name, value in kwargs.items() if name not in _PLACEMENT}
         if target in OWN_OPS:
             return OWN_OPS[target](*args, **kwargs)
+        if target.overloadpacket in WRONG_OPS:
+            raise CompileError(
+                f"XLA's lowering of {target} is known to give wrong numbers: {WRONG_OPS[target.overloadpacket]}",
+                remedy="set compile.backend: inductor, or write the step without it",
+            )
         op = all_aten_ops.get(target) or all_aten_ops.get(target.overloadpacket)
         if op is None:
             raise CompileError(
