@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,33 @@ def spec(tmp_path: Path) -> Any:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def follower(plane: Any) -> Iterator[Any]:
+    """Start the command and leave it running; what a failed test leaves of it ends with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*args: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "twinstep", *args],
+            env=os.environ | {"TWINSTEP_URL": plane.url},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell without job control starts what it puts in the background with SIGINT ignored, children too.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 def test_submit_and_follow_ends_with_the_summary_and_exit_code_0(twinstep: Any, spec: Any) -> None:
@@ -60,33 +89,29 @@ def test_follow_in_json_prints_one_value_per_line_and_the_job_last(ask: Any, spe
     assert sorted(point["step"] for point in points if point["name"] == "loss") == list(range(1, 61))
 
 
-def told(follower: subprocess.Popen[str], said: list[str], word: str) -> None:
+def told(process: subprocess.Popen[str], said: list[str], word: str) -> None:
     """Read on until a line has `word`, keeping what was read."""
-    assert follower.stdout is not None
-    while word not in (line := follower.stdout.readline()):
+    assert process.stdout is not None
+    while word not in (line := process.stdout.readline()):
         assert line, "the follower ended"
         said.append(line)
     said.append(line)
 
 
-def test_following_survives_a_control_plane_that_is_killed_and_started_again(plane: Any, spec: Any) -> None:
-    command = [sys.executable, "-m", "twinstep", "submit", spec("slow-follow"), "--follow", "--json"]
-    follower = subprocess.Popen(
-        command, env=os.environ | {"TWINSTEP_URL": plane.url}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def test_following_survives_a_control_plane_that_is_killed_and_started_again(
+    plane: Any, spec: Any, follower: Any
+) -> None:
+    process = follower("submit", spec("slow-follow"), "--follow", "--json")
     said: list[str] = []
-    told(follower, said, '"job"')
+    told(process, said, '"job"')
     job_id = json.loads(said[0])["job"]["id"]
-    told(follower, said, '"metrics"')
+    told(process, said, '"metrics"')
     plane.kill()
     plane.start()
-    told(follower, said, '"metrics"')
+    told(process, said, '"metrics"')
     plane.http.post(f"/v1/jobs/{job_id}/cancel")
-    assert follower.stdout is not None
-    assert follower.stderr is not None
-    with follower.stdout, follower.stderr:
-        lines = [json.loads(line) for line in [*said, *follower.stdout]]
-        assert follower.wait(60) == 1, follower.stderr.read()  # a cancelled job did not succeed
+    lines = [json.loads(line) for line in [*said, *process.stdout]]
+    assert process.wait(60) == 1, process.stderr.read()  # a cancelled job did not succeed
     assert lines[-1]["job"]["state"] == "cancelled"
     steps = [p["step"] for x in lines if "metrics" in x for p in x["metrics"]["items"] if p["name"] == "loss"]
     assert steps == list(range(1, len(steps) + 1)), "a point was missed or shown twice"
@@ -186,21 +211,12 @@ def test_a_spec_the_control_plane_refuses_names_the_field_and_leaves_nothing(ask
     assert "refused" not in ask("ls").stdout
 
 
-def test_ctrl_c_ends_a_follower_with_130_and_leaves_the_job_alone(plane: Any, spec: Any) -> None:
-    import signal
-
-    follower = subprocess.Popen(
-        [sys.executable, "-m", "twinstep", "submit", spec("slow-ctrl-c"), "--follow"],
-        env=os.environ | {"TWINSTEP_URL": plane.url},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert follower.stdout is not None
-    job_id = follower.stdout.readline().split()[-1]
+def test_ctrl_c_ends_a_follower_with_130_and_leaves_the_job_alone(plane: Any, spec: Any, follower: Any) -> None:
+    process = follower("submit", spec("slow-ctrl-c"), "--follow")
+    job_id = process.stdout.readline().split()[-1]
     plane.when(job_id, "running")
-    follower.send_signal(signal.SIGINT)
-    _, err = follower.communicate(timeout=30)
-    assert follower.returncode == 130
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
     assert "Traceback" not in err
     assert plane.http.get(f"/v1/jobs/{job_id}").json()["state"] == "running"

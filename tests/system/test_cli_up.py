@@ -41,6 +41,8 @@ def up(tmp_path: Path) -> Iterator[Any]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # A shell without job control starts what it puts in the background with SIGINT ignored, children too.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         assert process.stdout is not None
