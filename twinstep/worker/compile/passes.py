@@ -93,25 +93,24 @@ def _read_from(value: Any) -> fx.Node | None:
     return None
 
 
-def _with_quotient(graph: fx.Graph, node: fx.Node) -> bool:
+def _with_pair(graph: fx.Graph, node: fx.Node) -> bool:
+    """`x + (value·a)/b` or `x + (value·a)·b`, in the order in which eager computes them."""
     scale = _read_from(node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None))
     if scale is None:
         return False
-    # Eager computes x + (value·a)/b in this order.
+    join, in_place = _PAIRS[node.target]
     scaled = graph.call_function(aten.mul.Tensor, (node.args[1], scale))
-    other = graph.call_function(aten.div.Tensor, (scaled, node.args[2]))
-    _as_sum(node, aten.add_.Tensor if node.target is aten.addcdiv_.default else aten.add.Tensor, other)
+    other = graph.call_function(join, (scaled, node.args[2]))
+    _as_sum(node, aten.add_.Tensor if in_place else aten.add.Tensor, other)
     return True
 
 
-def _with_product(graph: fx.Graph, node: fx.Node) -> bool:
-    scale = _read_from(node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None))
-    if scale is None:
-        return False
-    scaled = graph.call_function(aten.mul.Tensor, (node.args[1], scale))
-    other = graph.call_function(aten.mul.Tensor, (scaled, node.args[2]))
-    _as_sum(node, aten.add_.Tensor if node.target is aten.addcmul_.default else aten.add.Tensor, other)
-    return True
+_PAIRS: dict[Any, tuple[Any, bool]] = {
+    aten.addcdiv.default: (aten.div.Tensor, False),
+    aten.addcdiv_.default: (aten.div.Tensor, True),
+    aten.addcmul.default: (aten.mul.Tensor, False),
+    aten.addcmul_.default: (aten.mul.Tensor, True),
+}
 
 
 def _with_scaled(graph: fx.Graph, node: fx.Node) -> bool:
@@ -146,10 +145,7 @@ def _as_sum(node: fx.Node, target: Any, other: fx.Node) -> None:
 
 
 _UNREAD: dict[Any, Callable[[fx.Graph, fx.Node], bool]] = {
-    aten.addcdiv.default: _with_quotient,
-    aten.addcdiv_.default: _with_quotient,
-    aten.addcmul.default: _with_product,
-    aten.addcmul_.default: _with_product,
+    **dict.fromkeys(_PAIRS, _with_pair),
     aten.add.Tensor: _with_scaled,
     aten.add_.Tensor: _with_scaled,
     aten.sub.Tensor: _with_scaled,
