@@ -17,11 +17,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from twinstep.spec.job import NAME_MAX, NAME_PATTERN, JobSpec
+from twinstep.spec.text import plain_text
 
 Path = tuple[str | int, ...]
 _WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?")
 _MISSING = object()
+MOST_COMPARED = 200  # characters of what was given that are looked at; no word of a spec is longer
 
 
 def nearest_value(path: Path, given: Any, data: Any) -> Any:
@@ -61,13 +63,17 @@ def kinds_at(path: Path, data: Any) -> list[str]:
 def nearest(given: str, options: Iterable[str]) -> str:
     """Return the option most like `given`: by spelling, else the first."""
     choices = list(options)
-    close = difflib.get_close_matches(given.lower(), choices, n=1, cutoff=0.0)
+    close = difflib.get_close_matches(given[:MOST_COMPARED].lower(), choices, n=1, cutoff=0.0)
     return close[0] if close else (choices[0] if choices else "")
 
 
 def suggest_name(given: Any) -> str:
     """Return a valid name as near to `given` as can be."""
-    text = re.sub(r"[^a-z0-9]+", "-", str(given).lower()).lstrip("-0123456789")[:NAME_MAX].rstrip("-")
+    text = (
+        re.sub(r"[^a-z0-9]+", "-", plain_text(given)[:MOST_COMPARED].lower())
+        .lstrip("-0123456789")[:NAME_MAX]
+        .rstrip("-")
+    )
     return text or "my-job"
 
 
@@ -139,9 +145,9 @@ def _candidates(kind: Any, field: FieldInfo | None, given: Any) -> Iterator[Any]
         yield given.strip()
         yield _WORDS.get(given.strip().lower(), _MISSING)
     if options:
-        yield nearest(str(given), options)
+        yield nearest(plain_text(given), options)
     if isinstance(given, int | float) and not isinstance(given, bool):
-        yield str(given)
+        yield plain_text(given)
     if any(getattr(each, "pattern", None) == NAME_PATTERN for each in _constraints(kind)):
         yield suggest_name("" if given is None else given)
     if isinstance(given, list | tuple):
@@ -196,7 +202,7 @@ def _numbers(given: Any) -> Iterator[int | float]:
     if isinstance(given, bool) or not isinstance(given, int | float):
         return
     yield given
-    if math.isfinite(given):
+    if isinstance(given, float) and math.isfinite(given):
         yield math.floor(given)
 
 

@@ -16,11 +16,12 @@ from pydantic import ValidationError
 from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import NAME_MAX, JobSpec
 from twinstep.spec.nearest import Path, fields_at, kinds_at, nearest, nearest_value
-from twinstep.spec.text import dump_yaml, load_yaml
+from twinstep.spec.text import dump_yaml, load_yaml, plain_text
 
 MAX_SPEC_BYTES = 256 * 1024  # a spec is a page or two; more is a wrong file, or an attempt to exhaust memory
 MAX_DEPTH = 32
 MAX_GIVEN = 120
+MAX_FAULTS = 50  # nobody mends more at a time, and each costs a search for the nearest valid value
 
 
 def parse_spec(text: str | bytes, *, source: str = "spec") -> JobSpec:
@@ -61,10 +62,11 @@ def validate_spec(data: Any, *, source: str = "spec") -> JobSpec:
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
-        faults = spec_faults(error, data)
-        count = len(faults)
+        faults, more = spec_faults(error, data)
+        count = len(faults) + more
         raise SpecError(
-            f"{source} is not valid: {count} field{'s' if count > 1 else ''} to mend",
+            f"{source} is not valid: {count:,} field{'s' if count > 1 else ''} to mend"
+            + (f"; here are {len(faults)}, and {more:,} more" if more else ""),
             remedy="; ".join(fault.remedy for fault in faults if fault.remedy) or "mend the fields named",
             faults=faults,
         ) from None
@@ -80,13 +82,19 @@ def dump_spec(spec: JobSpec) -> str:
     return dump_yaml(spec.model_dump(mode="json"))
 
 
-def spec_faults(error: ValidationError, data: Mapping[str, Any]) -> tuple[Fault, ...]:
-    """Turn pydantic's errors into faults: field, given, allowed, nearest valid value."""
+def spec_faults(error: ValidationError, data: Mapping[str, Any]) -> tuple[tuple[Fault, ...], int]:
+    """Turn pydantic's errors into faults: field, given, allowed, nearest valid value.
+
+    Return the first ones, `MAX_FAULTS` at most, and how many errors there are beyond them.
+    """
     faults: dict[str, Fault] = {}
-    for item in error.errors(include_url=False):
+    items = error.errors(include_url=False)
+    for done, item in enumerate(items):
+        if len(faults) == MAX_FAULTS:
+            return tuple(faults.values()), len(items) - done
         fault = _fault(dict(item), data)
         faults.setdefault(fault.field + fault.problem, fault)
-    return tuple(faults.values())
+    return tuple(faults.values()), 0
 
 
 def _fault(item: dict[str, Any], data: Mapping[str, Any]) -> Fault:
@@ -96,12 +104,12 @@ def _fault(item: dict[str, Any], data: Mapping[str, Any]) -> Fault:
         return _unknown_key(path, given, data)
     if kind == "invalid_key" or item["loc"][-1:] == ("[key]",):
         allowed = f"text of the form {context['pattern']}" if "pattern" in context else "text"
-        return _named(path, "is not a name it can have", allowed=allowed, remedy=f"remove {path[-1]}")
+        return _named(path, "is not a name it can have", allowed=allowed, remedy=f"remove {_cut(plain_text(path[-1]))}")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         kinds = kinds_at(path, data)
         wrong = context.get("tag", given.get("kind") if isinstance(given, Mapping) else given)
         problem = "is required" if wrong is None else "is not one of the values it can have"
-        remedy = f"kind: {kinds[0] if wrong is None else nearest(str(wrong), kinds)}"
+        remedy = f"kind: {kinds[0] if wrong is None else nearest(plain_text(wrong), kinds)}"
         return _named((*path, "kind"), problem, given=wrong, allowed=", ".join(kinds), remedy=remedy)
     problem, allowed = _complaint(item, path)
     return _named(
@@ -157,7 +165,7 @@ def _complaint(item: dict[str, Any], path: Path) -> tuple[str, str]:
 
 
 def _named(path: Path, problem: str, *, allowed: str, remedy: str, given: Any = _MISSING) -> Fault:
-    field = ".".join(str(part) for part in path)
+    field = ".".join(_cut(plain_text(part)) for part in path)
     shown = "" if given is _MISSING else show(given)
     return Fault(field=field, problem=problem, given=shown, allowed=allowed, remedy=remedy)
 
@@ -171,12 +179,12 @@ def _set_to(path: Path, given: Any, data: Mapping[str, Any], *, missing: bool) -
     try:
         value = nearest_value(path, None if missing else given, data)
     except LookupError:
-        return f"remove {path[-1]}"
+        return f"remove {_cut(plain_text(path[-1]))}"
     return dump_yaml({path[-1]: value}, flow=True).strip()[1:-1]
 
 
 def _unknown_key(path: Path, given: Any, data: Mapping[str, Any]) -> Fault:
-    key, options = str(path[-1]), fields_at(path[:-1], data)
+    key, options = _cut(plain_text(path[-1])), fields_at(path[:-1], data)
     close = difflib.get_close_matches(key, options, n=1, cutoff=0.6)
     remedy = f"did you mean {close[0]}?" if close else f"remove {key}"
     return _named(path, "is not a field", given=given, allowed=", ".join(options), remedy=remedy)
@@ -205,18 +213,19 @@ def _has(data: Any, path: list[str | int]) -> bool:
 
 def show(value: Any) -> str:
     """Return `value` as a user would write it, cut to 120 characters."""
+    if value is None:
+        return "null"
     if isinstance(value, Mapping | list | tuple):
-        text = json.dumps(value, default=str)
-    else:
-        text = (
-            "null"
-            if value is None
-            else repr(value)
-            if isinstance(value, str)
-            else str(value).lower()
-            if isinstance(value, bool)
-            else str(value)
-        )
+        try:
+            return _cut(json.dumps(value, default=str))
+        except (ValueError, TypeError):  # a number of too many digits, a key that JSON has none of
+            return _cut(plain_text(value))
+    if isinstance(value, str):
+        return _cut(repr(value))
+    return str(value).lower() if isinstance(value, bool) else _cut(plain_text(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= MAX_GIVEN else text[: MAX_GIVEN - 1] + "…"
 
 

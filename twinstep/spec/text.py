@@ -7,10 +7,12 @@ text. `parse.py` reads specs through `load_yaml`, and writes them through `dump_
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
+MAX_DIGITS = 4000  # Python turns a few more than that into a number and back, and refuses the rest: it takes too long
 _TAG = "tag:yaml.org,2002:"
 # YAML 1.2.2, section 10.3.2: what a plain word may mean but text.
 _CORE = (
@@ -55,6 +57,11 @@ class _Dumper(yaml.SafeDumper):
 def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node))
     base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+    if base == 10 and len(text) > MAX_DIGITS:
+        line = node.start_mark.line + 1
+        raise yaml.YAMLError(
+            f"line {line}: a number has {len(text):,} digits, more than the {MAX_DIGITS:,} it may have"
+        )
     return int(text[2:] if base != 10 else text, base)
 
 
@@ -80,10 +87,20 @@ def load_yaml(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: it is none, or uses what is not allowed here; the message names the line.
-        ValueError: a number has too many digits.
         RecursionError: it is nested too deeply.
     """
     return yaml.load(text, Loader=_Loader)  # noqa: S506  a subclass of SafeLoader
+
+
+def plain_text(value: Any) -> str:
+    """Return a value as text, whatever it is: a whole number too long for decimal digits, hexadecimal."""
+    if isinstance(value, int) and value.bit_length() > 3 * MAX_DIGITS:
+        return hex(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{plain_text(key)}: {plain_text(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(plain_text(each) for each in value) + "]"
+    return str(value)
 
 
 def dump_yaml(value: Any, *, flow: bool = False) -> str:

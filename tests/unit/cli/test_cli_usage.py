@@ -59,6 +59,18 @@ def test_validate_says_ok_or_lists_each_fault(tmp_path: Path, capsys: pytest.Cap
     assert "fix: batch_size: 1" in err
 
 
+def test_a_number_of_thousands_of_digits_is_a_fault_like_any_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = write(tmp_path / "huge.yaml", f"name: a\ntrain: {{steps: 0x{'f' * 6000}}}")
+    assert run(["validate", spec]) == 2
+    err = capsys.readouterr().err
+    assert "train.steps" in err
+    assert "given: 0xfff" in err
+    assert "fix: steps: 2147483647" in err
+    assert len(err) < 600
+
+
 def test_validate_in_json_gives_the_spec_or_the_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "--json", write(tmp_path / "good.yaml", "name: my-job")]) == 0
     assert JobSpec.model_validate(json.loads(capsys.readouterr().out)["spec"]) == JobSpec(name="my-job")

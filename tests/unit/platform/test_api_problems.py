@@ -83,6 +83,7 @@ BODIES = [
     (b'{"name": "a", "data": ' + b'{"x":' * 50 + b"1" + b"}" * 51, "nested too deeply"),
     (b"[" * 200_000, "nested too deeply"),
     (b'{"name": "a", "train": {"seed": ' + b"9" * 6000 + b"}}", "not valid JSON"),
+    (b'{"name": "a", "train": {"steps": ' + b"9" * 4200 + b"}}", "not valid"),
     (b'{"name": "\\ud800"}', "not valid"),
     (b'{"name": "a", "train": {"steps": NaN}}', "not valid"),
 ]
@@ -104,7 +105,8 @@ def test_whatever_is_sent_is_never_a_failure_of_ours(live, body: bytes) -> None:
 
 def test_yaml_with_aliases_or_nonsense_is_refused(shared) -> None:
     headers = {"content-type": "application/yaml"}
-    for body in ("a: &x [1]\nb: *x", "{", "- a\n- b", "a: 1\na: 2"):
+    huge = f"name: a\ntrain: {{steps: 0x{'f' * 6000}}}"
+    for body in ("a: &x [1]\nb: *x", "{", "- a\n- b", "a: 1\na: 2", huge):
         check(shared.http.post("/v1/jobs", content=body, headers=headers), 422, "invalid_spec")
 
 

@@ -145,6 +145,52 @@ def test_any_plain_data_is_a_spec_or_a_spec_error(data: Any) -> None:
         validate_spec(data)
 
 
+@pytest.mark.parametrize("bits", [2000, 15_000, 24_000])  # past the floats; past what Python writes in decimal
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("kind", [lambda n: n, lambda n: [n], lambda n: {"a": n}, lambda n: {n: n}])
+def test_a_number_of_any_size_in_any_field_is_a_fault_of_that_field(bits: int, sign: int, kind: Any) -> None:
+    number = sign << bits
+    given = kind(number)
+    for data in (
+        {"name": given},
+        {"name": "a", "train": {"steps": given}},
+        {"name": "a", "train": given},
+        {"name": "a", "optimizers": {"dense": {"lr": given, "betas": [given, given]}}},
+        {"name": "a", "data": {"rows": {"user_id": given}}},
+        {"name": "a", "model": {"kind": given}},
+        {"name": "a", "accelerator": given},
+        {"name": "a", "no": given},
+        {"name": "a", number: 1},
+    ):
+        with pytest.raises(SpecError) as caught:
+            validate_spec(data)
+        assert caught.value.faults
+        for found in caught.value.faults:
+            assert len(found.given) <= 120
+            assert len(found.field + found.remedy) < 400
+            assert len(found.field) > 0
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [("0x" + "f" * 6000, "1 field to mend"), ("9" * 3000, "1 field to mend"), ("9" * 6000, "line 2: a number has")],
+)
+def test_a_number_of_thousands_of_digits_in_yaml_is_one_clear_message(number: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        parse_spec(f"name: a\ntrain: {{steps: {number}}}")
+
+
+@pytest.mark.parametrize("where", ["", "data.rows."])
+def test_of_thousands_of_faults_fifty_are_told_and_the_rest_counted(where: str) -> None:
+    wrong = {f"key{index}": "x" for index in range(1200)}
+    with pytest.raises(SpecError) as caught:
+        validate_spec({"name": "a", "data": {"rows": wrong}} if where else {"name": "a", **wrong})
+    assert [fault.field for fault in caught.value.faults] == [f"{where}key{index}" for index in range(50)]
+    assert "1,200 fields to mend" in caught.value.problem
+    assert "and 1,150 more" in caught.value.problem
+    assert len(caught.value.remedy) < 1000
+
+
 def mend(data: dict[str, Any], fault: Fault) -> None:
     """Do what a fault's remedy says, at its field."""
     parts = fault.field.split(".")
