@@ -22,7 +22,7 @@ from twinstep.cli.output import (
 )
 from twinstep.cli.specfile import read_spec
 from twinstep.spec.states import RunState
-from twinstep.spec.words import DASH, duration, number
+from twinstep.spec.words import DASH, clock, duration, number
 
 JobArg = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, the start of one, or its name (the newest).")]
 UrlOpt = Annotated[
@@ -130,7 +130,7 @@ def show_job(job: Mapping[str, Any], *, page: str) -> None:
         ("name", one_line(job["name"])),
         ("state", state),
         ("run", f"{job['run_id']} (attempt {job['attempt']})"),
-        ("submitted", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["created_at"]))),
+        ("submitted", clock(job["created_at"])),
         ("took", duration(took)),
         ("progress", progress_line(progress)),
         ("page", page),

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from twinstep.cli.output import clean, console, one_line, summary_table
-from twinstep.spec.words import duration, number
+from twinstep.spec.words import clock, duration, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,13 +29,12 @@ _PHASES = {
 
 def event_line(data: Mapping[str, Any]) -> str:
     """Return one event as a line: time, name, reason."""
-    at = data.get("time")
-    clock = time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, int | float) else "--:--:--"
+    at = clock(data.get("time"), "%H:%M:%S", unknown="--:--:--")
     details = data.get("data")
     name = str(data.get("name", ""))
     if name == "state_changed" and isinstance(details, dict):
         name = f"{details.get('from')} → {details.get('to')}"
-    return f"{clock}  {one_line(name.replace('_', ' '), width=60)}: {one_line(str(data.get('reason', '')), width=500)}"
+    return f"{at}  {one_line(name.replace('_', ' '), width=60)}: {one_line(str(data.get('reason', '')), width=500)}"
 
 
 class _View:

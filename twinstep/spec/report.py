@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field
 
 MAX_RECORDS_PER_POST = 1000
 MAX_COUNT = 2**53 - 1  # the largest whole number that JSON readers agree on; databases hold it too
 MAX_TEXT = 4096  # characters; a reason or message longer than this is cut by the worker
+
+MAX_TIME = 1e11  # Unix seconds: the year 5138, which calendars still know
+UnixTime = Annotated[float, Field(ge=0, le=MAX_TIME, allow_inf_nan=False)]
 
 _FROZEN = ConfigDict(frozen=True, extra="ignore")  # newer workers may say more than an older control plane knows
 
@@ -24,7 +27,7 @@ class MetricRecord(BaseModel):
     model_config = _FROZEN
     kind: Literal["metric"] = "metric"
     seq: int = Field(ge=1, le=MAX_COUNT)
-    time: FiniteFloat = Field(description="Unix seconds on the worker's clock")
+    time: UnixTime = Field(description="Unix seconds on the worker's clock")
     step: int = Field(ge=0, le=MAX_COUNT)
     values: dict[str, float | None]
 
@@ -35,7 +38,7 @@ class EventRecord(BaseModel):
     model_config = _FROZEN
     kind: Literal["event"] = "event"
     seq: int = Field(ge=1, le=MAX_COUNT)
-    time: FiniteFloat
+    time: UnixTime
     name: str = Field(max_length=64, description="snake_case: compiled, recompiled, evaluated, stopped")
     reason: str = Field(max_length=MAX_TEXT, description="one sentence for people")
     data: dict[str, Any] = Field(default_factory=dict)
@@ -47,7 +50,7 @@ class ProgressRecord(BaseModel):
     model_config = _FROZEN
     kind: Literal["progress"] = "progress"
     seq: int = Field(ge=1, le=MAX_COUNT)
-    time: FiniteFloat
+    time: UnixTime
     phase: Literal["starting", "compiling", "training", "evaluating", "done"]
     step: int = Field(ge=0, le=MAX_COUNT)
     total_steps: int = Field(ge=0, le=MAX_COUNT)
@@ -61,7 +64,7 @@ class ResultRecord(BaseModel):
     model_config = _FROZEN
     kind: Literal["result"] = "result"
     seq: int = Field(ge=1, le=MAX_COUNT)
-    time: FiniteFloat
+    time: UnixTime
     summary: RunSummary
 
 

@@ -6,6 +6,9 @@ must read the same in a terminal and in a browser.
 
 from __future__ import annotations
 
+import math
+import time
+
 DASH = "–"
 
 # C0 and C1 controls and DEL but tab: they steer a terminal. The bidirectional ones make a line read as what it is not.
@@ -21,8 +24,8 @@ def number(value: object, digits: int = 4) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds as `0.8 s`, `42 s`, `3 min 20 s`, `2 h 5 min` or `3 d 4 h`; a dash for None."""
-    if seconds is None:
+    """Return seconds as `0.8 s`, `42 s`, `3 min 20 s`, `2 h 5 min` or `3 d 4 h`; a dash for none."""
+    if seconds is None or not math.isfinite(seconds):
         return DASH
     if seconds < 10:
         return f"{max(seconds, 0.0):.1f} s"
@@ -32,6 +35,14 @@ def duration(seconds: float | None) -> str:
             count, left = whole // size, whole % size // rest
             return f"{count} {unit} {left} {small}" if left else f"{count} {unit}"
     return f"{whole} s"
+
+
+def clock(at: object, form: str = "%Y-%m-%d %H:%M:%S", *, unknown: str = DASH) -> str:
+    """Return Unix seconds as local time in the `form` of strftime; `unknown` for what is no time of any calendar."""
+    try:
+        return time.strftime(form, time.localtime(at)) if isinstance(at, int | float) else unknown
+    except (ValueError, OverflowError, OSError):
+        return unknown
 
 
 def cut(text: str, width: int) -> str:

@@ -15,7 +15,7 @@ from twinstep.cli.follow import Message, parse_sse
 from twinstep.cli.live import event_line
 from twinstep.cli.output import RemoteError, clean, exit_code, one_line
 from twinstep.spec.errors import ConflictError, DataError, SpecError, TrainError, TwinstepError
-from twinstep.spec.words import cut, duration, number
+from twinstep.spec.words import clock, cut, duration, number
 
 
 def test_an_event_stream_is_read_as_the_standard_says() -> None:
@@ -64,6 +64,14 @@ def test_durations_and_figures_read_well() -> None:
     assert {seconds: duration(seconds) for seconds in shown} == shown
     assert [number(value) for value in (None, True, 1234, 0.73456)] == ["–", "–", "1,234", "0.7346"]
     assert [cut(text, 4) for text in ("four", "fives", "")] == ["four", "fiv…", ""]
+
+
+@given(st.one_of(st.none(), st.text(), st.integers(), st.floats(), st.sampled_from([1e300, -1e300, 2**80])))
+def test_a_time_of_any_size_is_shown_or_is_a_dash(at: Any) -> None:
+    assert clock(at)
+    assert event_line({"time": at, "name": "a"}).endswith("  a: ")
+    if isinstance(at, float):
+        assert duration(at)
 
 
 def test_an_event_without_its_parts_still_makes_a_line() -> None:

@@ -184,8 +184,10 @@ def sleeping(shared) -> dict[str, Any]:
         record(1, step=-1),
         record(1, values={"loss": "low"}),
         {"kind": "event", "seq": 1, "time": 1, "name": "x" * 65, "reason": ""},
+        {"kind": "event", "seq": 1, "time": 1e300, "name": "x", "reason": ""},
+        {"kind": "event", "seq": 1, "time": -1, "name": "x", "reason": ""},
     ],
-    ids=["kind", "seq 0", "seq huge", "step", "value", "name"],
+    ids=["kind", "seq 0", "seq huge", "step", "value", "name", "time huge", "time negative"],
 )
 def test_a_report_that_is_none_is_refused_with_the_field_and_nothing_of_it_stored(
     shared, sleeping: dict[str, Any], bad: dict[str, Any]

@@ -26,6 +26,7 @@ from twinstep.platform.dashboard.parts import (
 from twinstep.platform.dashboard.reader import Reader
 from twinstep.platform.dashboard.views import EventLine, JobWithRuns, Lines, LogPiece
 from twinstep.spec.errors import NotFoundError, TwinstepError
+from twinstep.spec.words import clock
 
 REFRESH_SECONDS = 1.0
 FINAL_EVERY = 5  # a job that ended is looked at every fifth time: late reports, another run
@@ -74,8 +75,7 @@ class JobScreen:
                 with theme.div("tw-job-title"):
                     theme.tag("h1", row.name, "tw-h1")
                     self.chip = theme.Chip(row.state)
-                about = f"{row.model} · {row.dataset} · {row.backend} · submitted "
-                about += time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created))
+                about = f"{row.model} · {row.dataset} · {row.backend} · submitted {clock(row.created)}"
                 theme.text(row.id, "tw-mono tw-dim")
                 theme.text(about, "tw-dim tw-small")
             self.cancel = theme.button("Cancel", "tw-btn-bad").mark("cancel")

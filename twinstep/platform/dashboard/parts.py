@@ -5,7 +5,6 @@ Parts send only what differs; none of them reads the store. Whatever a worker or
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from nicegui import ui
 
 from twinstep.platform.dashboard import charts, theme, words
 from twinstep.platform.dashboard.views import EventLine, JobLine, Lines, RunLine
-from twinstep.spec.words import DASH, cut, duration, number
+from twinstep.spec.words import DASH, clock, cut, duration, number
 
 MAX_EVENTS = 200
 MAX_LOG_LINES = 400
@@ -139,8 +138,8 @@ class Events:
     @staticmethod
     def _line(event: EventLine) -> ui.element:
         with theme.div(f"tw-event {event_class(event)}") as line:
-            theme.text(time.strftime("%H:%M:%S", time.localtime(event.time)), "tw-dim tw-small tw-num").tooltip(
-                time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(event.time))
+            theme.text(clock(event.time, "%H:%M:%S"), "tw-dim tw-small tw-num").tooltip(
+                clock(event.time, "%Y-%m-%d %H:%M:%S %Z")
             )
             theme.div("tw-event-dot")
             with theme.div():
