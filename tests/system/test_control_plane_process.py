@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -189,6 +190,60 @@ def test_a_killed_supervisor_fails_its_run_and_leaves_no_worker(machine: Machine
     worker = Process.from_json(told["worker"])
     assert worker is not None
     until(lambda: not worker.alive())
+
+
+def test_a_control_plane_whose_directory_is_taken_away_says_so_and_takes_no_job(machine: Machine) -> None:
+    machine.up(pages=True)
+    until(lambda: machine.http.get("/readyz").status_code == 200)
+    away = machine.data_dir.with_name("away")
+    machine.data_dir.rename(away)
+    refused = machine.http.post("/v1/jobs", json={"name": "lost"})
+    assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")
+    assert str(machine.data_dir) in refused.json()["detail"]
+    assert machine.http.get("/readyz").status_code == 503
+    assert machine.http.get("/healthz").status_code == 200
+    assert machine.http.get("/").status_code in (200, 503)
+    away.rename(machine.data_dir)  # the very one: nothing is lost, and it goes on
+    done = machine.submit("reports-1")
+    assert machine.when(done["id"], "succeeded", "failed")["state"] == "succeeded"
+    shutil.rmtree(machine.data_dir)
+    machine.data_dir.mkdir()
+    assert machine.http.get("/readyz").status_code == 503
+    assert machine.http.post("/v1/jobs", json={"name": "lost"}).status_code == 503
+    time.sleep(0.5)  # a few passes of the reconciler
+    code, said = machine.end(signal.SIGTERM)
+    assert code == 0
+    assert "Traceback" not in said
+    assert list(machine.data_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "cancels"), [("sleeps", False), ("sleeps", True), ("stubborn", False)])
+def test_a_run_whose_directory_is_taken_away_ends_and_frees_its_slot(
+    machine: Machine, name: str, cancels: bool
+) -> None:
+    machine.up()
+    job = machine.submit(name, runtime={"stop_grace_seconds": 1})
+    told = machine.supervisor(job)
+    supervisor, worker = Process.from_json(told), Process.from_json(told["worker"])
+    assert supervisor is not None
+    assert worker is not None
+    spool = machine.data_dir / "runs" / job["run_id"]
+    until((spool / "starts").exists)
+    token = json.loads((spool / "token").read_text())
+    record = {"kind": "metric", "seq": 1, "time": time.time(), "step": 1, "values": {"loss": 1.0}}
+    url, headers = f"/v1/runs/{job['run_id']}/reports", {"Authorization": f"Bearer {token}"}
+    assert machine.http.post(url, json={"records": [record]}, headers=headers).status_code == 200
+    machine.when(job["id"], "running")
+    waiting = machine.submit("reports-1")
+    shutil.rmtree(spool)
+    if cancels:
+        assert machine.http.post(f"/v1/jobs/{job['id']}/cancel").status_code == 200
+    ended = machine.when(job["id"], "failed", "cancelled")
+    assert ended["state"] == ("cancelled" if cancels else "failed")
+    assert cancels or ended["reason"].startswith("its directory is gone")
+    assert not worker.alive()
+    assert not supervisor.alive()
+    assert machine.when(waiting["id"], "succeeded", "failed")["state"] == "succeeded"
 
 
 @pytest.mark.parametrize(

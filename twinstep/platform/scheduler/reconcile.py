@@ -17,7 +17,7 @@ from twinstep.platform.scheduler.decide import Action, Do, Seen, Sight, Wanted, 
 from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.store.records import Run
 from twinstep.platform.store.store import Store
-from twinstep.spec.errors import TwinstepError
+from twinstep.spec.errors import TwinstepError, UnavailableError
 from twinstep.spec.job import JobSpec, RuntimeSpec
 from twinstep.spec.states import RunState
 
@@ -74,9 +74,15 @@ class Reconciler:
         return None if self._passed_at is None else time.monotonic() - self._passed_at
 
     def _loop(self) -> None:
+        told = ""
         while not self._stopping.is_set():
             try:
                 self.run_once()
+                told = ""
+            except UnavailableError as error:
+                if told != str(error):  # once, not at every pass until it is mended
+                    told = str(error)
+                    log.error("a pass over the runs failed: %s; the next one tries again", told)
             except Exception:
                 log.exception("a pass over the runs failed; the next one tries again")
             self._nudged.wait(self._every)

@@ -1,9 +1,9 @@
 """Watch one worker from start to end: `python -m twinstep.platform.scheduler.supervise ORDER`.
 
 Runs apart from the control plane, in a session of its own, so that either may end without the other. It starts the
-worker in a process group, asks it to stop on SIGTERM or at the time limit, kills it after the grace, and writes how
-it ended. Imports the standard library only; knows no store and no network. A run is never started twice: the lock,
-and the files this writes before the worker starts, turn a second supervisor away.
+worker in a process group, asks it to stop on SIGTERM, at the time limit or when the run's directory is gone, kills it
+after the grace, and writes how it ended. Imports the standard library only; knows no store and no network. A run is
+never started twice: the lock, and the files this writes before the worker starts, turn a second supervisor away.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from twinstep.platform.scheduler.procs import Process
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 END_TRIES = 600  # one a second
+LOOK_S = 2.0  # seconds between two looks whether the run still has its directory
 LONGEST_WAIT_S = 3600.0  # a limit of many years is more than the system call takes
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
@@ -53,6 +54,7 @@ class _Watch:
     def __init__(self, order: dict[str, Any], run_dir: Path) -> None:
         self.order = order
         self.run_dir = run_dir
+        self.home = run_dir.stat()
         self.me = Process.of(os.getpid())
         self.stopped: str | None = None
         self.kill_at: float | None = None
@@ -69,13 +71,16 @@ class _Watch:
         started = Process.of(worker.pid)
         self._tell({"worker": started.to_json() if started else {"pid": worker.pid}})
         while not _ended(worker.pid):
-            waits = [at for at in (ends_at if self.stopped is None else None, self.kill_at) if at is not None]
+            look_at = None if self.stopped else time.monotonic() + LOOK_S
+            waits = [at for at in (ends_at if self.stopped is None else None, self.kill_at, look_at) if at is not None]
             got = self._wait(min(waits, default=None))
             now = time.monotonic()
             if got in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and self.stopped is None:
                 self._stop(worker.pid, why="asked")
             elif self.stopped is None and ends_at is not None and now >= ends_at:
                 self._stop(worker.pid, why="time_limit")
+            elif self.stopped is None and self._homeless():
+                self._stop(worker.pid, why="homeless")  # nothing it does or says is kept any more
             elif self.kill_at is not None and now >= self.kill_at:
                 self.kill_at = None
                 _signal_group(worker.pid, signal.SIGKILL)
@@ -121,9 +126,20 @@ class _Watch:
         me = self.me.to_json() if self.me else {}  # in /proc, which a running process always has
         write_json(self.run_dir / "supervisor.json", me | {"time": time.time()} | more)
 
+    def _homeless(self) -> bool:
+        """Say whether the run's directory was taken away, or another one stands in its place."""
+        try:
+            return not os.path.samestat(self.home, self.run_dir.stat())
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+
     def _tell_end(self, how: dict[str, Any]) -> None:
         # Without this file a run that succeeded counts as vanished: a full disk is waited for.
         for _ in range(END_TRIES):
+            if self._homeless():
+                return
             with contextlib.suppress(OSError):
                 write_json(self.run_dir / "exit.json", how)
                 return

@@ -34,6 +34,8 @@ class Database:
             UnavailableError: the place cannot be made, read or written, or a newer Twinstep wrote the database.
         """
         self._engine, made = _engine(url)
+        self._file = Path(self._engine.url.database or "") if self._engine.dialect.name == "sqlite" else None
+        self._inode = None if self._file is None else _inode(self._file)
         # SQLite has one writer at a time and makes others poll; a lock of our own lets them queue instead.
         self._writer: Any = threading.Lock() if self._engine.dialect.name == "sqlite" else nullcontext()
         try:
@@ -55,18 +57,37 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """Give a connection that sees one consistent state, and writes nothing."""
+        self._check_file()
         with _translated(), self._engine.begin() as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """Give a connection inside a transaction that is committed at the end, or rolled back by an exception."""
+        self._check_file()
         with _translated(), self._writer, self._engine.execution_options(**_WRITES).begin() as connection:
             yield connection
+
+    def _check_file(self) -> None:
+        """Refuse to go on in a file that was taken away: SQLite would, and lose with the process what it is told."""
+        if self._file is not None and _inode(self._file) != self._inode:
+            raise UnavailableError(
+                f"the database {self._file} was taken away or replaced while it was in use; "
+                f"look at the data directory {self._file.parent}",
+                remedy="put the directory back, or start the control plane again",
+            )
 
     def close(self) -> None:
         """Close every connection."""
         self._engine.dispose()
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        seen = path.stat()
+    except OSError:
+        return None
+    return seen.st_dev, seen.st_ino
 
 
 @contextmanager
