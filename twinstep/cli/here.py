@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -60,6 +61,7 @@ def train(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
     """Run a job spec on this machine, without a control plane."""
     spec = read_spec(spec_path)
     from twinstep.worker.train import run_spec
+    from twinstep.worker.train.output import giving_up
 
     # With --json, standard output is for the one result alone.
     screen = console(stderr=as_json)
@@ -72,10 +74,14 @@ def train(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
             f"training needs the package {error.name}, which is not installed here",
             remedy="pip install 'twinstep[worker,data]', or submit the job to a control plane that has them",
         ) from None
-    if as_json:
-        print_json({"summary": summary.model_dump(mode="json")})
-    else:
-        screen.print(summary_table(summary.model_dump(mode="json")))
+    with giving_up(sys.stdout):  # the run is done, whether or not anybody reads of it
+        if as_json:
+            print_json({"summary": summary.model_dump(mode="json")})
+        else:
+            with screen.capture() as shown:
+                screen.print(summary_table(summary.model_dump(mode="json")))
+            sys.stdout.write(shown.get())
+        sys.stdout.flush()
     return 0
 
 

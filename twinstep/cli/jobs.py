@@ -81,7 +81,8 @@ def ls(
     if not jobs:
         print(f"no {state.value + ' ' if state else ''}jobs; `twinstep submit SPEC` adds one", file=sys.stderr)
         return 0
-    table = plain_table("id", "name", "state", "step", "examples/s", "AUC", "age", right=("step", "examples/s", "AUC"))
+    numbers = ("step", "examples/s", "compile s", "AUC")
+    table = plain_table("id", "name", "backend", "state", *numbers, "age", right=numbers)
     from rich.text import Text
 
     for job in jobs:
@@ -89,9 +90,11 @@ def ls(
         table.add_row(
             job["id"],
             one_line(job["name"], width=40),
+            one_line(job.get("backend", "")),
             Text(job["state"], style=STATE_STYLES.get(job["state"], "")),
             steps(progress),
             number(summary.get("examples_per_s", progress.get("examples_per_s")), 1),
+            number(summary.get("compile_s"), 1),
             number(summary.get("auc")),
             duration(time.time() - job["created_at"]),
         )
@@ -120,7 +123,7 @@ def show_job(job: Mapping[str, Any], *, page: str) -> None:
     screen, table = console(), plain_table("", "")
     table.show_header = False
     state = Text(job["state"], style=STATE_STYLES.get(job["state"], ""))
-    if job.get("reason"):
+    if job.get("reason") and job["reason"] != job["state"]:
         state.append(f"  {one_line(job['reason'])}", style="dim")
     progress = job.get("progress") or {}
     started, ended = job.get("started_at"), job.get("finished_at")
@@ -132,7 +135,7 @@ def show_job(job: Mapping[str, Any], *, page: str) -> None:
         ("run", f"{job['run_id']} (attempt {job['attempt']})"),
         ("submitted", clock(job["created_at"])),
         ("took", duration(took)),
-        ("progress", progress_line(progress)),
+        ("progress", progress_line(progress, ended=ended is not None)),
         ("page", page),
     ]
     for name, value in rows:
@@ -148,10 +151,12 @@ def steps(progress: Mapping[str, Any]) -> str:
     return f"{progress.get('step', 0)}/{progress.get('total_steps', 0)}" if progress else DASH
 
 
-def progress_line(progress: Mapping[str, Any]) -> str:
-    """Return a progress report on one line."""
+def progress_line(progress: Mapping[str, Any], *, ended: bool) -> str:
+    """Return a progress report on one line; of a run that has ended, only how far it came."""
     if not progress:
-        return "nothing reported yet"
+        return "nothing was reported" if ended else "nothing reported yet"
+    if ended and progress.get("phase") != "done":
+        return f"ended at step {steps(progress)}"
     parts = [f"{one_line(str(progress.get('phase', '')), width=20)}, step {steps(progress)}"]
     if progress.get("examples_per_s") is not None:
         parts.append(f"{number(progress['examples_per_s'], 1)} examples/s")
