@@ -183,6 +183,61 @@ def test_a_run_on_a_full_disk_trains_to_its_end_and_succeeds(tmp_path: Path) -> 
     assert [record["seq"] for record in records] == list(range(1, len(records) + 1))
 
 
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_run_whose_summary_cannot_be_printed_has_succeeded_all_the_same(tmp_path: Path, more: list[str]) -> None:
+    small = yaml.safe_load((ROOT / "examples/smoke.yaml").read_text())
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(small | {"compile": {"backend": "eager"}}))
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "twinstep", "train", tmp_path / "spec.yaml", *more],
+            env=environment(tmp_path), stdout=full, stderr=subprocess.PIPE, timeout=120, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [record["kind"] for record in spooled(tmp_path)].count("result") == 1
+
+
+# What is there already (PyTorch's libraries, threads' stacks) is counted too, so the limit is set on top of it.
+LITTLE_MEMORY = """
+import re, resource, sys
+from pathlib import Path
+import twinstep.worker.train.run
+size = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + 400 * 2**20, -1))
+sys.argv = ["twinstep", "train", sys.argv[1]]
+from twinstep.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ({"embedding_dim": 8}, {"batch_size": 65536, "uih_len": 8192}),
+        ({"embedding_dim": 256}, {"batch_size": 4, "rows": {"user_id": 1_000_000}}),
+    ],
+    ids=["batch", "table"],
+)
+def test_a_run_that_memory_does_not_hold_says_so_and_what_to_make_smaller(
+    tmp_path: Path, model: dict[str, int], data: dict[str, object]
+) -> None:
+    small = yaml.safe_load((ROOT / "examples/smoke.yaml").read_text())
+    small["model"] |= model
+    small["data"] |= {"dataset": "synthetic", "synthetic_events": 500} | data
+    small["compile"] = {"backend": "eager"}
+    small["runtime"] = {"threads": 1}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(small))
+    done = subprocess.run(
+        [sys.executable, "-c", LITTLE_MEMORY, tmp_path / "spec.yaml"],
+        env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "error: the run does not fit in this machine's memory" in done.stderr
+    assert "data.batch_size" in done.stderr
+    assert "Traceback" not in done.stderr
+    (failed,) = [record for record in spooled(tmp_path) if record.get("name") == "failed"]
+    assert failed["data"]["code"] == "train_failed"
+
+
 def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text("name: a\ndata: {dataset: synthetic}\n")
     code = (

@@ -328,6 +328,48 @@ def test_a_full_disk_costs_the_records_that_did_not_fit_and_leaves_no_gap(tmp_pa
     ]
 
 
+FULL_AT_THE_END = """
+import resource, sys
+from pathlib import Path
+from twinstep.spec.report import RunSummary
+from twinstep.worker.train.environment import RunContext
+from twinstep.worker.train.report import SpoolReporter
+directory, room = Path(sys.argv[1]), sys.argv[2] == "room again"
+reports = SpoolReporter(RunContext(run_id="run-1", run_dir=directory, api_url="http://127.0.0.1:9", token="x"))
+most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+reports.metric(1, {"loss": 0.5})
+resource.setrlimit(resource.RLIMIT_FSIZE, ((directory / "spool.jsonl").stat().st_size, most))
+for step in range(2, 10):
+    reports.metric(step, {"loss": 0.5})
+numbers = dict.fromkeys(("steps", "examples", "examples_per_s", "compile_s", "train_s", "eval_s", "eval_examples"), 1)
+reports.result(RunSummary(backend="eager", final_loss=0.5, auc=0.5, ne=1.0, **numbers))
+if room:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+reports.close()
+"""
+
+
+@pytest.mark.parametrize("disk", ["room again", "still full"])
+def test_what_a_full_disk_cost_is_reported_and_the_result_is_saved_once_there_is_room(
+    tmp_path: Path, disk: str
+) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", FULL_AT_THE_END, str(tmp_path), disk],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (found.returncode, found.stderr) == (0, "")
+    point, *rest = spooled(tmp_path)
+    assert (point["seq"], point["step"]) == (1, 1)
+    if disk == "still full":
+        assert rest == []
+        assert "9 reports could not be written to" in found.stdout
+        return
+    result, lost = rest
+    assert (result["kind"], result["seq"], result["summary"]["auc"]) == ("result", 2, 0.5)
+    assert (lost["kind"], lost["seq"], lost["name"], lost["data"]) == ("event", 3, "reports_lost", {"count": 8})
+    assert "8 reports could not be written to" in found.stdout
+
+
 def test_a_run_directory_that_is_not_there_costs_the_records_until_it_is(
     receiver: Receiver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,7 +380,9 @@ def test_a_run_directory_that_is_not_there_costs_the_records_until_it_is(
     run_dir.mkdir()
     reports.metric(3, {"loss": 1.0})
     reports.close()
-    assert [(record["seq"], record["step"]) for record in receiver.records] == [(1, 3)]
+    point, lost = receiver.records
+    assert (point["seq"], point["step"]) == (1, 3)
+    assert (lost["seq"], lost["name"], lost["data"]) == (2, "reports_lost", {"count": 2})
     assert "2 reports could not be written" in capsys.readouterr().out
 
 

@@ -72,6 +72,8 @@ class SpoolReporter:
 
     def __init__(self, context: RunContext) -> None:
         self._spool = Spool(context.run_dir / SPOOL)
+        self._unwritten: dict[str, Any] | None = None
+        """The summary, where it could not be written."""
         self._sender = _Sender(context, self._spool.path)
         self._sender.start()
 
@@ -93,16 +95,31 @@ class SpoolReporter:
 
     def result(self, summary: RunSummary) -> None:
         """Report the run's summary."""
-        self._append("result", summary=summary.model_dump(mode="json"))
+        content = summary.model_dump(mode="json")
+        self._unwritten = None if self._append("result", summary=content) else content
 
     def close(self) -> None:
         """Wait a while for the last records to be taken; what is not stays in the spool."""
+        if self._spool.lost:
+            self._tell_what_is_lost()
         self._spool.close()
         self._sender.finish(self._spool.seq)
 
-    def _append(self, kind: str, **content: Any) -> None:
-        if self._spool.append(kind, content):
+    def _tell_what_is_lost(self) -> None:
+        """Try the result once more, and report how many records are missing: the disk may have room again."""
+        lost = self._spool.lost
+        if self._unwritten is not None and self._append("result", summary=self._unwritten):
+            lost -= 1
+        if lost:
+            reason = f"{lost} report{'' if lost == 1 else 's'} could not be written and are missing here"
+            self._append("event", name="reports_lost", reason=reason, data={"count": lost})
+        self._spool.lost = lost
+
+    def _append(self, kind: str, **content: Any) -> bool:
+        written = self._spool.append(kind, content)
+        if written:
             self._sender.wake()
+        return written
 
 
 class _Sender(threading.Thread):

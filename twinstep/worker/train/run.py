@@ -13,7 +13,7 @@ import sys
 import torch
 from rich.console import Console
 
-from twinstep.spec.errors import TwinstepError
+from twinstep.spec.errors import TrainError, TwinstepError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import RunSummary
 from twinstep.worker.train.environment import RunContext, usable_processors
@@ -54,11 +54,33 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
         return summary
     except BaseException as error:
         stop.end_between_steps()  # a second SIGTERM must not cut the report of the end short
+        if _out_of_memory(error):
+            does_not_fit = TrainError(
+                "the run does not fit in this machine's memory",
+                remedy="make data.batch_size, data.uih_len or the model (its embedding tables first) smaller",
+            )
+            _report_end(reporter, does_not_fit, steps)
+            raise does_not_fit from error
         _report_end(reporter, error, steps)
         raise
     finally:
         reporter.close()
         flush_output()
+
+
+# What PyTorch's allocator, C++ and XLA say; none of them raises MemoryError.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "RESOURCE_EXHAUSTED: Out of memory")
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Say whether an error, or one that it was made from, is that memory ran out."""
+    while error is not None:
+        if isinstance(error, MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _report_end(reporter: Reporter, error: BaseException, step: int) -> None:
