@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from twinstep.spec.errors import CompileError
+from twinstep.spec.errors import CompileError, TrainError
 from twinstep.spec.parse import validate_spec
 from twinstep.spec.report import RunSummary
 from twinstep.worker.data.loader import Loader
@@ -106,6 +106,17 @@ def test_training_compiling_and_evaluating_are_all_the_time_there_is(slow_data: 
     told = summary.train_s + summary.compile_s + summary.eval_s
     assert told <= wall
     assert told == pytest.approx(wall, rel=0.05, abs=0.15)  # less the end of a thread and the baselines
+
+
+def test_a_run_by_hand_ends_at_its_time_limit(slow_data: float) -> None:
+    spec = {"name": "t", "model": SMALL, "data": DATA, "compile": {"backend": "eager"}, "train": {"steps": 10_000}}
+    started = time.monotonic()
+    work = trainer(Notes())
+    work.spec = validate_spec(spec | {"runtime": {"max_seconds": 1}})
+    with pytest.raises(TrainError, match=r"time limit after step \d+: runtime\.max_seconds is 1"):
+        work.train()
+    assert time.monotonic() - started > 1
+    assert work.step < 100
 
 
 def test_a_wish_to_stop_before_the_first_step_compiles_nothing() -> None:

@@ -43,6 +43,7 @@ class Trainer:
 
     Raises:
         DataError: the dataset is missing or broken.
+        TrainError: from `train`, where the loss is not finite, or `runtime.max_seconds` are over.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Trainer:
     ) -> None:
         self.spec = spec
         self.step = 0
+        self._begun = time.monotonic()
         self._reporter, self._view, self._stop, self._run_dir = reporter, view, stop, run_dir
         torch.manual_seed(spec.train.seed)
         self._dataset = load_dataset(spec.data)
@@ -88,6 +90,7 @@ class Trainer:
                     self._evaluate()
                 if self._stop.asked:
                     return None
+                self._check_time()
                 asked = time.perf_counter()
                 batch, stats = next(batches)
                 if self._stop.asked:
@@ -96,6 +99,15 @@ class Trainer:
         self._speed.end()
         scores = self._evaluate()
         return None if scores is None else self._summary(scores)
+
+    def _check_time(self) -> None:
+        """End a run by hand at its time limit. Under a control plane the supervisor, which started before, is first."""
+        limit = self.spec.runtime.max_seconds
+        if limit is not None and time.monotonic() - self._begun > limit:
+            raise TrainError(
+                f"stopped at its time limit after step {self.step}: runtime.max_seconds is {limit:g}",
+                remedy="raise runtime.max_seconds, or lower train.steps",
+            )
 
     def _one_step(self, batch: Batch, stats: BatchStats, *, waited: float) -> None:
         started, compiled = time.perf_counter(), self._compiler.compile_seconds
