@@ -60,6 +60,7 @@ EVENTS = (
         "`step`, `seconds`, `auc`, `ne`, `calibration`, `log_loss`",
     ),
     ("graph_saved", "worker", "The captured graph was written to the run's directory (debug.save_graph).", "`file`"),
+    ("reports_lost", "worker", "Reports found no room on the disk; the run went on without them.", "`count`"),
     ("stopped", "worker", "The worker ended because it was told to (SIGTERM, Ctrl-C).", "`step`"),
     ("failed", "worker", "The worker ended with an error; the reason is the error.", "`code`, `step`"),
     (
