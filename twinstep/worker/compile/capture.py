@@ -115,41 +115,9 @@ def capture(
         CaptureError: the step does what one graph cannot hold; the message names file and line.
     """
     leaves, _, batch_spec = batch_leaves(batch)
-    num_state, num_rates = len(state.slots), len(state.learning_rates())
-    found: list[OutputTree] = []
-    leaves_none: list[bool] = []
-    old_gradients = True
-    lines = _UserLines()
-
-    def flat_step(*inputs: Tensor) -> list[Tensor]:
-        tensors, rates = inputs[:num_state], inputs[num_state : num_state + num_rates]
-        given = pytree.tree_unflatten(list(inputs[num_state + num_rates :]), batch_spec)
-        with state.swapped(tensors, rates) as swapped:
-            arguments = (state.model, given) if optimizer is None else (state.model, optimizer, given)
-            if old_gradients:
-                for parameter in swapped.optimized():
-                    parameter.grad = torch.empty_like(parameter)  # of the step before; see _reads_old_gradients
-            with torch.set_grad_enabled(True), lines, _python_as_it_was(state.model):
-                result = train_step(*arguments)
-            tree, outputs = _split_outputs(result)
-            found[:] = [tree]
-            leaves_none[:] = [all(parameter.grad is None for parameter in swapped.optimized())]
-            return [*swapped.values(), *outputs]
-
+    flat_step = _FlatStep(train_step, state, optimizer, batch_spec)
     example = [*state.tensors(), *state.learning_rates(), *leaves]
-    first = _first_trace(flat_step, example)
-    if _reads_old_gradients(first, count=state.num_optimized()):
-        if not leaves_none[0]:
-            raise CaptureError(
-                "the step adds to gradients of the step before it",
-                remedy="call optimizer.zero_grad() in the step, before backward()",
-            )
-        old_gradients = False  # zero_grad() stands at the step's end: each step starts with none
-        lines = _UserLines()
-        first = _first_trace(flat_step, example)
-    lines.mark(first)
-    run_passes(first, FIRST_TRACE_PASSES)
-    _refuse_scalars(first)
+    first = _trace_step(flat_step, example)
     second = make_fx(
         functionalize(first, remove="mutations"),
         decomposition_table=dict(decompositions),
@@ -159,15 +127,69 @@ def capture(
     run_passes(second, PASSES)
     _refuse_changed_state(second, state, example)
     constants = lift_constants(second)
+    assert flat_step.outputs is not None, "the trace ran the step"  # noqa: S101
     return Captured(
         graph=second,
-        num_state=num_state,
-        num_rates=num_rates,
+        num_state=len(state.slots),
+        num_rates=len(state.learning_rates()),
         num_batch=len(leaves),
         constants=constants,
-        outputs=found[0],
+        outputs=flat_step.outputs,
         example=(*example, *constants),
     )
+
+
+class _FlatStep:
+    """The user's step as a function of flat tensors, `(state…, rates…, batch…) → (state'…, outputs…)`."""
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        state: TrainState,
+        optimizer: Optimizer | Mapping[str, Optimizer] | None,
+        batch_spec: pytree.TreeSpec,
+    ) -> None:
+        self.state = state
+        self.outputs: OutputTree | None = None
+        self.old_gradients = True
+        """Whether `.grad` holds something when the step starts, as after a step before it."""
+        self.leaves_none = False
+        """Whether the step left every optimized parameter's `.grad` None."""
+        self.lines = _UserLines()
+        self._step, self._optimizer, self._batch_spec = train_step, optimizer, batch_spec
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        num_state, num_rates = len(self.state.slots), len(self.state.learning_rates())
+        tensors, rates = inputs[:num_state], inputs[num_state : num_state + num_rates]
+        given = pytree.tree_unflatten(list(inputs[num_state + num_rates :]), self._batch_spec)
+        model, optimizer = self.state.model, self._optimizer
+        with self.state.swapped(tensors, rates) as swapped:
+            if self.old_gradients:
+                for parameter in swapped.optimized():
+                    parameter.grad = torch.empty_like(parameter)  # see _reads_old_gradients
+            with torch.set_grad_enabled(True), self.lines, _python_as_it_was(model):
+                result = self._step(model, given) if optimizer is None else self._step(model, optimizer, given)
+            self.outputs, flat = _split_outputs(result)
+            self.leaves_none = all(parameter.grad is None for parameter in swapped.optimized())
+            return [*swapped.values(), *flat]
+
+
+def _trace_step(flat_step: _FlatStep, example: list[Tensor]) -> fx.GraphModule:
+    """Return the first trace, which may still mutate, without numbers that were read out of tensors."""
+    first = _first_trace(flat_step, example)
+    if _reads_old_gradients(first, count=flat_step.state.num_optimized()):
+        if not flat_step.leaves_none:
+            raise CaptureError(
+                "the step adds to gradients of the step before it",
+                remedy="call optimizer.zero_grad() in the step, before backward()",
+            )
+        # zero_grad() stands at the step's end: each step starts with none.
+        flat_step.old_gradients, flat_step.lines = False, _UserLines()
+        first = _first_trace(flat_step, example)
+    flat_step.lines.mark(first)
+    run_passes(first, FIRST_TRACE_PASSES)
+    _refuse_scalars(first)
+    return first
 
 
 def _first_trace(flat_step: Callable[..., list[Tensor]], example: list[Tensor]) -> fx.GraphModule:
