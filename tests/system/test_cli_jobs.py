@@ -18,6 +18,9 @@ from twinstep.cli.client import PlaneClient
 pytestmark = pytest.mark.slow
 
 
+AS_CHILD = Path(__file__).with_name("as_child.py")
+
+
 @pytest.fixture
 def spec(tmp_path: Path) -> Any:
     def write(name: str, **more: Any) -> str:
@@ -35,13 +38,11 @@ def follower(plane: Any) -> Iterator[Any]:
 
     def start(*args: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "twinstep", *args],
+            [sys.executable, str(AS_CHILD), "-m", "twinstep", *args],
             env=os.environ | {"TWINSTEP_URL": plane.url},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # A shell without job control starts what it puts in the background with SIGINT ignored, children too.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         return process

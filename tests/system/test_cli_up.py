@@ -29,20 +29,21 @@ runtime: {threads: 1}
 """
 
 
+AS_CHILD = Path(__file__).with_name("as_child.py")
+
+
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Any]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*args: str, **environ: str) -> tuple[subprocess.Popen[str], str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "twinstep", "up", "--port", "0", *args],
+            [sys.executable, str(AS_CHILD), "-m", "twinstep", "up", "--port", "0", *args],
             cwd=tmp_path,
             env=os.environ | environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # A shell without job control starts what it puts in the background with SIGINT ignored, children too.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         assert process.stdout is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -313,12 +312,9 @@ def test_a_database_that_cannot_be_used_leaves_its_directory_as_it_was(tmp_path:
 
 
 def test_a_disk_that_takes_no_database_is_left_without_a_directory(tmp_path: Path) -> None:
-    def no_room() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
-
+    as_child, up = Path(__file__).with_name("as_child.py"), ["-m", "twinstep", "up", "--port", "0"]
     done = subprocess.run(
-        [sys.executable, "-m", "twinstep", "up", "--port", "0", "--data-dir", str(tmp_path / "a" / "data")],
-        preexec_fn=no_room,
+        [sys.executable, str(as_child), "--file-size", "2048", *up, "--data-dir", str(tmp_path / "a" / "data")],
         capture_output=True,
         text=True,
         timeout=60,
