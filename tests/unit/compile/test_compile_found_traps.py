@@ -240,3 +240,24 @@ def test_two_compilers_with_caches_of_their_own_use_each_its_own(tmp_path: Any) 
         compiler = StepCompiler(square_step, model, optimizer, backend="xla", cache_dir=tmp_path / name)
         compiler(torch.ones(4, 3))
         assert list((tmp_path / name).rglob("*-cache")), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_go_on_where_a_setting_changes_at_every_step(backend: str) -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1))
+
+    def masked(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+        kept: Tensor = model[0](x)
+        optimizer.zero_grad()
+        model[1](kept).sum().backward()
+        optimizer.step()
+        return kept
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
+    compiler = StepCompiler(masked, model, optimizer, backend=backend)  # type: ignore[arg-type]
+    masks = []
+    for momentum in (0.5, 0.6, 0.7):
+        optimizer.param_groups[0]["momentum"] = momentum
+        masks.append(compiler(torch.ones(64)) > 0)
+    assert not torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[1], masks[2])

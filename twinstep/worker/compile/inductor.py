@@ -78,6 +78,9 @@ class InductorBackend:
     def push(self) -> None:
         """Do nothing: the live tensors are the state."""
 
+    def go_on_from(self, before: InductorBackend) -> None:
+        """Do nothing: the live tensors are the state, and random numbers are torch's own."""
+
 
 @contextlib.contextmanager
 def _directory(cache_dir: Path | None) -> Iterator[None]:

@@ -59,6 +59,8 @@ class Backend(Protocol):
 
     def push(self) -> None: ...
 
+    def go_on_from(self, before: Any) -> None: ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileEvent:
@@ -270,7 +272,9 @@ class StepCompiler:
         if lifted.state.outdated():
             lifted.backend.pull()
             self._runners.clear()
-            lifted = self._lifted = self._lift()
+            before, lifted = lifted, self._lift()
+            lifted.backend.go_on_from(before.backend)
+            self._lifted = lifted
         return lifted
 
     def _lift(self) -> _Lifted:

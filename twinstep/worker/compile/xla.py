@@ -89,6 +89,10 @@ class XlaBackend:
         self.arrays = [_to_jax(tensor) for tensor in self._live.tensors()]
         self._note()
 
+    def go_on_from(self, before: XlaBackend) -> None:
+        """Take over the random key of the backend that held the state before, or its numbers would come again."""
+        self.key = before.key
+
     def push_written(self) -> None:
         """Bring to the device what was written to, or replaced, since the last push or pull."""
         for index, (tensor, (seen, version)) in enumerate(zip(self._live.live(), self._seen, strict=True)):
