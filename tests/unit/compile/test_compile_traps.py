@@ -18,7 +18,8 @@ import twinstep
 from twinstep.spec.errors import CaptureError, CompileError, DataError, TwinstepError
 from twinstep.worker.compile import StepCompiler
 from twinstep.worker.compile.key import code_digest
-from twinstep.worker.compile.passes import PASSES, Pass, run_passes
+from twinstep.worker.compile.passes.context import PassContext
+from twinstep.worker.compile.passes.table import PASSES, Pass, run_passes
 from twinstep.worker.compile.state import STARTS_FROM_ZERO
 
 BACKENDS = ("inductor", "xla")
@@ -476,7 +477,7 @@ def test_a_pass_that_says_so_keeps_every_bit(each: Pass) -> None:
     x, y = torch.randn(4, 4), torch.randn(4)
     graph = make_fx(torch.func.functionalize(function), tracing_mode="fake")(x, y)
     want = graph(x, y)
-    changed = run_passes(graph, (each,))
+    changed = run_passes(graph, (each,), PassContext(slots=(), num_rates=0, num_batch=2, backend="inductor"))
     assert changed[each.name] > 0, "the graph gave the pass nothing to do"
     for got, expected in zip(graph(x, y), want, strict=True):
         assert torch.equal(got, expected)

@@ -76,7 +76,7 @@ def test_the_worker_loads_without_the_web_and_database_stack() -> None:
     code = (
         "import sys\n"
         "for name in ('fastapi', 'starlette', 'uvicorn', 'nicegui', 'sqlalchemy'): sys.modules[name] = None\n"
-        "import twinstep.worker.train.run, twinstep.worker.compile.inductor\n"
+        "import twinstep.worker.train.run, twinstep.worker.compile.lower.inductor\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

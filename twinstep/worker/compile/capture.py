@@ -30,8 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from twinstep.spec.errors import CaptureError, CompileError
 from twinstep.worker.compile.key import module_settings
-from twinstep.worker.compile.passes import FIRST_TRACE_PASSES, PASSES, lift_constants, run_passes
+from twinstep.worker.compile.passes.context import PassContext
+from twinstep.worker.compile.passes.copies import lift_constants
+from twinstep.worker.compile.passes.table import FIRST_TRACE_PASSES, PASSES, run_passes
 from twinstep.worker.compile.state import TrainState
+from twinstep.worker.compile.strategies import Strategy
 
 TrainStep = Callable[..., Any]
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -70,6 +73,9 @@ class Captured:
     outputs: OutputTree
     example: tuple[Tensor, ...]
     """One tensor per placeholder: the shapes and dtypes the graph was made for."""
+    context: PassContext
+    changed: Mapping[str, int]
+    """Nodes that each pass changed, by its name."""
 
     @property
     def text(self) -> str:
@@ -103,6 +109,9 @@ def capture(
     optimizer: Optimizer | Mapping[str, Optimizer] | None,
     batch: Any,
     decompositions: Decompositions,
+    *,
+    backend: str,
+    strategies: Mapping[str, Strategy],
 ) -> Captured:
     """Return the step as one functional graph.
 
@@ -110,6 +119,8 @@ def capture(
         train_step: called as `train_step(model, optimizer, batch)`, or `(model, batch)` where there is no optimizer.
         batch: an example; its shapes and dtypes are built into the graph, its values are not read.
         decompositions: ATen ops to write in simpler ones; what the backend lowers decides.
+        backend: name of what will lower the graph.
+        strategies: what was asked for, by name.
 
     Raises:
         CaptureError: the step does what one graph cannot hold; the message names file and line.
@@ -117,14 +128,21 @@ def capture(
     leaves, _, batch_spec = batch_leaves(batch)
     flat_step = _FlatStep(train_step, state, optimizer, batch_spec)
     example = [*state.tensors(), *state.learning_rates(), *leaves]
-    first = _trace_step(flat_step, example)
+    context = PassContext(
+        slots=tuple(state.slots),
+        num_rates=len(state.learning_rates()),
+        num_batch=len(leaves),
+        backend=backend,
+        strategies=strategies,
+    )
+    first = _trace_step(flat_step, example, context)
     second = make_fx(
         functionalize(first, remove="mutations"),
         decomposition_table=dict(decompositions),
         tracing_mode="fake",
         _allow_non_fake_inputs=True,  # tensors that the step closes over; lift_constants makes inputs of them
     )(*example)
-    run_passes(second, PASSES)
+    changed = run_passes(second, PASSES, context)
     _refuse_changed_state(second, state, example)
     constants = lift_constants(second)
     assert flat_step.outputs is not None, "the trace ran the step"  # noqa: S101
@@ -136,6 +154,8 @@ def capture(
         constants=constants,
         outputs=flat_step.outputs,
         example=(*example, *constants),
+        context=context,
+        changed=changed,
     )
 
 
@@ -174,7 +194,7 @@ class _FlatStep:
             return [*swapped.values(), *flat]
 
 
-def _trace_step(flat_step: _FlatStep, example: list[Tensor]) -> fx.GraphModule:
+def _trace_step(flat_step: _FlatStep, example: list[Tensor], context: PassContext) -> fx.GraphModule:
     """Return the first trace, which may still mutate, without numbers that were read out of tensors."""
     first = _first_trace(flat_step, example)
     if _reads_old_gradients(first, count=flat_step.state.num_optimized()):
@@ -187,7 +207,7 @@ def _trace_step(flat_step: _FlatStep, example: list[Tensor]) -> fx.GraphModule:
         flat_step.old_gradients, flat_step.lines = False, _UserLines()
         first = _first_trace(flat_step, example)
     flat_step.lines.mark(first)
-    run_passes(first, FIRST_TRACE_PASSES)
+    run_passes(first, FIRST_TRACE_PASSES, context)
     _refuse_scalars(first)
     return first
 

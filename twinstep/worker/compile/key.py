@@ -40,6 +40,8 @@ class CompileKey:
     ambient: tuple[tuple[str, str], ...]
     """What surrounds the step: autocast and the default dtype."""
     backend: str
+    strategies: tuple[str, ...]
+    """What the compiler was asked for, settings included."""
     step: str
     """Digest of the train step's and the model's code."""
     threads: int
@@ -80,6 +82,9 @@ def _difference(field: str, old: Any, new: Any) -> str:
     if field == "hyperparameters":
         gone, came = sorted(set(old) - set(new)), sorted(set(new) - set(old))
         return f"optimizer {', '.join(gone) or 'setting'} → {', '.join(came) or 'none'}"
+    if field == "strategies":
+        gone, came = sorted(set(old) - set(new)), sorted(set(new) - set(old))
+        return f"strategies {', '.join(gone) or 'none'} → {', '.join(came) or 'none'}"
     if field == "step":
         return "the train step's or the model's code changed"
     return f"{field} {old} → {new}"

@@ -33,6 +33,7 @@ from twinstep.worker.compile.key import (
     versions,
 )
 from twinstep.worker.compile.state import Optimizers, TrainState
+from twinstep.worker.compile.strategies import Strategy, resolve
 
 BackendName = Literal["inductor", "xla", "eager"]
 MAX_RUNNERS = 8  # programs kept in memory; an executable and its workspace are tens of MB
@@ -153,6 +154,7 @@ class StepCompiler:
         train_step: `(model, optimizer, batch) → outputs`, plain PyTorch: zero_grad, forward, backward, step.
         optimizer: one, several by name, or None for a step that only evaluates (called as `(model, batch)`).
         backend: what lowers the graph; `eager` calls `train_step` as it is.
+        strategies: what to ask of the compiler; None: DEFAULT_STRATEGIES.
         cache_dir: directory of the cache on disk; None: no cache.
         on_start: called with the reason before each compile.
         on_event: called with a CompileEvent after each compile.
@@ -166,6 +168,7 @@ class StepCompiler:
         *,
         backend: BackendName = "inductor",
         devices: int = 1,
+        strategies: Sequence[Strategy | str] | None = None,
         cache_dir: Path | None = None,
         on_start: Callable[[str], None] | None = None,
         on_event: Callable[[CompileEvent], None] | None = None,
@@ -175,6 +178,7 @@ class StepCompiler:
         self._model = model
         self._optimizer = optimizer
         self._devices = devices
+        self._strategies = resolve(strategies)
         self._on_start = on_start
         self._on_event = on_event
         self._max_runners = max_runners
@@ -216,7 +220,15 @@ class StepCompiler:
         if self._on_start:
             self._on_start(why)
         started = time.perf_counter()
-        captured = capture(self._step, lifted.state, self._optimizer, batch, lifted.backend.decompositions())
+        captured = capture(
+            self._step,
+            lifted.state,
+            self._optimizer,
+            batch,
+            lifted.backend.decompositions(),
+            backend=lifted.backend.name,
+            strategies=self._strategies,
+        )
         capture_seconds = time.perf_counter() - started
         program = lifted.backend.lower(captured)
         seconds = time.perf_counter() - started
@@ -248,6 +260,7 @@ class StepCompiler:
             **standing(state, self._model),
             batch=tuple(tensor_info(path, leaf) for path, leaf in zip(paths, leaves, strict=True)),
             backend=self.backend_name,
+            strategies=tuple(sorted(repr(each) for each in self._strategies.values())),
             step=self._code,
             threads=cpu_threads(),
             versions=self._versions,
@@ -299,6 +312,7 @@ def compile(
     example_batch: Any,
     *,
     target: Literal["inductor", "xla"] = "inductor",
+    strategies: Sequence[Strategy | str] | None = None,
     cache_dir: Path | None = None,
 ) -> Runner:
     """Compile the whole training step (forward, backward, update) for batches like `example_batch`.
@@ -306,7 +320,8 @@ def compile(
     Raises:
         CompileError: the step cannot be captured or lowered; model and optimizer are as they were.
     """
-    return StepCompiler(train_step, model, optimizer, backend=target, cache_dir=cache_dir).runner(example_batch)
+    compiler = StepCompiler(train_step, model, optimizer, backend=target, strategies=strategies, cache_dir=cache_dir)
+    return compiler.runner(example_batch)
 
 
 def standing(state: TrainState, model: nn.Module) -> dict[str, Any]:
@@ -334,9 +349,9 @@ class _Lifted:
         state = TrainState(model, optimizer)
         # Each backend's stack takes seconds to import, so only the one asked for is.
         if name == "inductor":
-            from twinstep.worker.compile.inductor import InductorBackend
+            from twinstep.worker.compile.lower.inductor import InductorBackend
 
             return cls(state, InductorBackend(state, cache_dir=cache_dir and cache_dir / "inductor"))
-        from twinstep.worker.compile.xla import XlaBackend
+        from twinstep.worker.compile.lower.xla import XlaBackend
 
         return cls(state, XlaBackend(state, cache_dir=cache_dir and cache_dir / "xla"))

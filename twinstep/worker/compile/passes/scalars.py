@@ -1,54 +1,19 @@
-"""Stage 4, transform: graph passes, each small and named, in one declared order; the graph is verified after each.
-
-A pass takes a GraphModule, changes it in place and says how many nodes it changed.
-"""
+"""Passes on the first trace, which still mutates: numbers that optimizers read out of tensors become tensors again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from twinstep.spec.errors import CompileError
+from twinstep.worker.compile.passes.context import PassContext
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One row of the table."""
-
-    name: str
-    run: Callable[[fx.GraphModule], int]
-    keeps_bits: bool
-    """Whether the graph's results stay equal bit for bit."""
-    why: str
-
-
-def run_passes(graph: fx.GraphModule, passes: tuple[Pass, ...]) -> dict[str, int]:
-    """Run `passes` in order; return how many nodes each changed.
-
-    Raises:
-        CompileError: a pass left a graph that is malformed; the message names the pass.
-    """
-    changed = {}
-    for each in passes:
-        changed[each.name] = each.run(graph)
-        try:
-            graph.graph.lint()
-        except RuntimeError as error:
-            raise CompileError(
-                f"the graph is malformed after pass {each.name!r}: {error}",
-                remedy="this is a bug of the pass; set compile.backend: eager meanwhile",
-            ) from error
-        graph.recompile()
-    return changed
-
-
-def drop_profiler_nodes(graph: fx.GraphModule) -> int:
+def drop_profiler_nodes(graph: fx.GraphModule, _: PassContext) -> int:
     """Remove the profiler marks that `optimizer.step()` records."""
     marks = [node for node in graph.graph.nodes if str(node.target).startswith("profiler.")]
     for node in reversed(marks):
@@ -57,7 +22,7 @@ def drop_profiler_nodes(graph: fx.GraphModule) -> int:
     return len(marks)
 
 
-def unread_scalars(graph: fx.GraphModule) -> int:
+def unread_scalars(graph: fx.GraphModule, _: PassContext) -> int:
     """Turn `op(x, …, scalar=t.item())` into tensor arithmetic with the 0-d tensor `t`.
 
     Adagrad, SGD and row-wise optimizers read a learning rate that is a tensor back into Python, since the ops they
@@ -161,46 +126,7 @@ _UNREAD: dict[Any, Callable[[fx.Graph, fx.Node], bool]] = {
 }
 
 
-def drop_dead(graph: fx.GraphModule) -> int:
-    """Remove nodes that nobody reads."""
-    before = len(graph.graph.nodes)
-    graph.graph.eliminate_dead_code()
-    return before - len(graph.graph.nodes)
-
-
-_SAME_VALUE = {
-    aten.alias.default: 0,
-    aten.clone.default: 0,
-    aten.copy.default: 1,
-    aten.detach.default: 0,
-    aten.lift_fresh_copy.default: 0,
-}
-"""Ops whose result is one of their arguments, by position, where nothing is mutated."""
-
-
-def drop_copies(graph: fx.GraphModule) -> int:
-    """Replace a copy by what it is a copy of: nothing in the graph is mutated, so nobody can tell them apart.
-
-    One that changes dtype, shape or strides stays.
-    """
-    changed = 0
-    for node in list(graph.graph.nodes):
-        if node.op != "call_function" or node.target not in _SAME_VALUE:
-            continue
-        source = node.args[_SAME_VALUE[node.target]]
-        if _layout(source) == _layout(node):
-            node.replace_all_uses_with(source)
-            graph.graph.erase_node(node)
-            changed += 1
-    return changed
-
-
-def _layout(node: fx.Node) -> tuple[Any, ...]:
-    value = node.meta["val"]
-    return value.dtype, tuple(value.shape), value.stride()
-
-
-def split_alpha(graph: fx.GraphModule) -> int:
+def split_alpha(graph: fx.GraphModule, _: PassContext) -> int:
     """Write `a + alpha·b` as a product and a sum.
 
     Inductor of torch 2.13 fuses the sum with a matrix product before it and forgets alpha: weight decay would act as 1.
@@ -219,49 +145,3 @@ def split_alpha(graph: fx.GraphModule) -> int:
 
 
 _WITH_ALPHA = {aten.add.Tensor: 1, aten.sub.Tensor: 1, aten.add_.Tensor: 1, aten.sub_.Tensor: 1}
-
-
-FIRST_TRACE_PASSES = (
-    Pass("drop_profiler_nodes", drop_profiler_nodes, keeps_bits=True, why="marks of step() have no lowering"),
-    Pass("unread_scalars", unread_scalars, keeps_bits=False, why="a learning rate must stay an input, not a number"),
-    Pass("split_alpha", split_alpha, keeps_bits=False, why="Inductor loses the factor beside a matrix product"),
-)
-"""On the graph that still mutates, before functionalization."""
-
-PASSES = (
-    Pass("drop_copies", drop_copies, keeps_bits=True, why="Inductor would drop some after it looked at aliases"),
-    Pass("drop_dead", drop_dead, keeps_bits=True, why="what nobody reads need not be compiled"),
-)
-"""On the functional graph."""
-
-
-def lift_constants(graph: fx.GraphModule) -> tuple[Tensor, ...]:
-    """Turn tensors that the graph holds as attributes into placeholders after all others; return them in order."""
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    lifted: dict[str, fx.Node] = {}
-    constants = []
-    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
-        name = str(node.target)
-        if name not in lifted:
-            value = _attribute(graph, name)
-            with graph.graph.inserting_after(placeholders[-1]):
-                lifted[name] = graph.graph.placeholder(f"constant_{len(lifted)}")
-            lifted[name].meta = dict(node.meta)
-            placeholders.append(lifted[name])
-            constants.append(value.detach())
-        node.replace_all_uses_with(lifted[name])
-        graph.graph.erase_node(node)
-    graph.recompile()
-    return tuple(constants)
-
-
-def _attribute(graph: fx.GraphModule, name: str) -> Tensor:
-    value: Any = graph
-    for part in name.split("."):
-        value = getattr(value, part)
-    if not isinstance(value, Tensor):
-        raise CompileError(
-            f"the graph holds {name}, a {type(value).__name__}, as a constant",
-            remedy="write the step without torch.cond or sub-graphs",
-        )
-    return value

@@ -23,8 +23,8 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 
 from twinstep.spec.errors import CompileError, DataError
 from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
 from twinstep.worker.compile.state import TrainState
-from twinstep.worker.compile.xla_ops import JaxInterpreter
 
 INT32 = torch.iinfo(torch.int32)
 

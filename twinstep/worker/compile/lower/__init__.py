@@ -1,0 +1,1 @@
+"""Stage 5, lower: what turns a captured step into a program, one module a backend."""

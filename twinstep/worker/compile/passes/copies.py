@@ -1,0 +1,84 @@
+"""Passes that remove what changes nothing: copies where nothing is mutated, nodes that nobody reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from twinstep.spec.errors import CompileError
+from twinstep.worker.compile.passes.context import PassContext
+
+aten = torch.ops.aten
+
+
+def drop_dead(graph: fx.GraphModule, _: PassContext) -> int:
+    """Remove nodes that nobody reads."""
+    before = len(graph.graph.nodes)
+    graph.graph.eliminate_dead_code()
+    return before - len(graph.graph.nodes)
+
+
+_SAME_VALUE = {
+    aten.alias.default: 0,
+    aten.clone.default: 0,
+    aten.copy.default: 1,
+    aten.detach.default: 0,
+    aten.lift_fresh_copy.default: 0,
+}
+"""Ops whose result is one of their arguments, by position, where nothing is mutated."""
+
+
+def drop_copies(graph: fx.GraphModule, _: PassContext) -> int:
+    """Replace a copy by what it is a copy of: nothing in the graph is mutated, so nobody can tell them apart.
+
+    One that changes dtype, shape or strides stays.
+    """
+    changed = 0
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or node.target not in _SAME_VALUE:
+            continue
+        source = node.args[_SAME_VALUE[node.target]]
+        if _layout(source) == _layout(node):
+            node.replace_all_uses_with(source)
+            graph.graph.erase_node(node)
+            changed += 1
+    return changed
+
+
+def _layout(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return value.dtype, tuple(value.shape), value.stride()
+
+
+def lift_constants(graph: fx.GraphModule) -> tuple[Tensor, ...]:
+    """Turn tensors that the graph holds as attributes into placeholders after all others; return them in order."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    lifted: dict[str, fx.Node] = {}
+    constants = []
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        name = str(node.target)
+        if name not in lifted:
+            value = _attribute(graph, name)
+            with graph.graph.inserting_after(placeholders[-1]):
+                lifted[name] = graph.graph.placeholder(f"constant_{len(lifted)}")
+            lifted[name].meta = dict(node.meta)
+            placeholders.append(lifted[name])
+            constants.append(value.detach())
+        node.replace_all_uses_with(lifted[name])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return tuple(constants)
+
+
+def _attribute(graph: fx.GraphModule, name: str) -> Tensor:
+    value: Any = graph
+    for part in name.split("."):
+        value = getattr(value, part)
+    if not isinstance(value, Tensor):
+        raise CompileError(
+            f"the graph holds {name}, a {type(value).__name__}, as a constant",
+            remedy="write the step without torch.cond or sub-graphs",
+        )
+    return value

@@ -1,0 +1,138 @@
+"""Strategies: what a user may ask of the compiler, as frozen values; the passes that carry them out look them up here.
+
+`twinstep.compile(…, strategies=None)` takes DEFAULT_STRATEGIES; a list takes just those, by value or by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from twinstep.spec.errors import CompileError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """Base of all strategies."""
+
+    name: ClassVar[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseEmbedding(Strategy):
+    """Tables get row gradients and row updates wherever that gives the optimizer's own numbers; never rows × dim."""
+
+    name: ClassVar[str] = "sparse_embedding"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedAttention(Strategy):
+    """HSTU attention is lowered as one kernel that never writes the scores to memory."""
+
+    name: ClassVar[str] = "fused_attention"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedUpdate(Strategy):
+    """Optimizer updates of dense parameters run as one fused kernel per optimizer instead of one chain per tensor."""
+
+    name: ClassVar[str] = "fused_update"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoldLayers(Strategy):
+    """Repeated layers are compiled once."""
+
+    name: ClassVar[str] = "fold_layers"
+    min_repeats: int = 2
+    """Fewest equal layers that are folded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedPrecision(Strategy):
+    """Matrix products in a narrow dtype; parameters, optimizer state and sums stay float32."""
+
+    name: ClassVar[str] = "mixed_precision"
+    dtype: Literal["bfloat16"] = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rematerialise(Strategy):
+    """Recompute cheap values in the backward pass, so that what lives between the two stays within a budget."""
+
+    name: ClassVar[str] = "rematerialise"
+    budget_bytes: int
+    """Most bytes of activations that may live from forward to backward, per device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantize(Strategy):
+    """Simulated quantization: values rounded to a grid in the forward pass, gradients passed straight through."""
+
+    name: ClassVar[str] = "quantize"
+    num_buckets: int = 256
+    """Points of the grid."""
+    low: float = -1.0
+    """Least value of the grid."""
+    high: float = 1.0
+    """Greatest value of the grid."""
+    parameters: tuple[str, ...] = ()
+    """Patterns (fnmatch) of the parameters' names; none: every embedding table."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Communication(Strategy):
+    """Gradients are averaged over the ranks of a process group, in buckets, each sent as soon as it is whole."""
+
+    name: ClassVar[str] = "communication"
+    bucket_bytes: int = 25 << 20
+    """Bytes after which a bucket is sent."""
+
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    each.name: each
+    for each in (
+        SparseEmbedding,
+        FusedAttention,
+        FusedUpdate,
+        FoldLayers,
+        MixedPrecision,
+        Rematerialise,
+        Quantize,
+        Communication,
+    )
+}
+"""Every strategy by name."""
+
+DEFAULT_STRATEGIES: tuple[Strategy, ...] = (SparseEmbedding(), FusedAttention(), FusedUpdate(), FoldLayers())
+"""Those that make a step faster and change no result beyond rounding."""
+
+
+def resolve(strategies: Sequence[Strategy | str] | None) -> dict[str, Strategy]:
+    """Return strategies by name.
+
+    Raises:
+        CompileError: a name that is none, one that wants settings given by name alone, or one given twice.
+    """
+    found: dict[str, Strategy] = {}
+    for each in DEFAULT_STRATEGIES if strategies is None else strategies:
+        strategy = _by_name(each) if isinstance(each, str) else each
+        if strategy.name in found:
+            raise CompileError(f"strategy {strategy.name!r} is given twice", remedy="give it once")
+        found[strategy.name] = strategy
+    return found
+
+
+def _by_name(name: str) -> Strategy:
+    kind = STRATEGIES.get(name)
+    if kind is None:
+        raise CompileError(f"no strategy is called {name!r}", remedy=f"use one of {', '.join(STRATEGIES)}")
+    wanted = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    if wanted:
+        raise CompileError(
+            f"strategy {name!r} needs {', '.join(wanted)}",
+            remedy=f"give it as a value: {kind.__name__}({', '.join(f'{each}=…' for each in wanted)})",
+        )
+    return kind()
