@@ -13,7 +13,6 @@ from torch import nn
 
 from twinstep.worker.models.config import STUConfig, TaskConfig
 from twinstep.worker.models.heads import MultitaskModule
-from twinstep.worker.models.hstu_attention import attention_mask
 from twinstep.worker.models.layout import Layout
 from twinstep.worker.models.positional import HSTUPositionalEncoder, positions, time_bucket
 from twinstep.worker.models.postprocessor import (
@@ -22,6 +21,7 @@ from twinstep.worker.models.postprocessor import (
     time_features,
 )
 from twinstep.worker.models.stu import STULayer
+from twinstep.worker.ops.hstu_attention import AttentionRule, attention_mask, fused
 
 Fixture = dict[str, np.ndarray]
 NUM_CONTEXTUAL = 2  # leading columns of the positional fixture that are contextual
@@ -91,7 +91,10 @@ def make_layout(lengths: np.ndarray, targets: np.ndarray, *, spare: int) -> tupl
 
 @pytest.mark.parametrize("name", STU_CASES)
 @pytest.mark.parametrize("spare", [0, 5])
-def test_a_stu_layer_gives_the_public_output_and_gradients(modules: Fixture, name: str, spare: int) -> None:
+@pytest.mark.parametrize("as_one_op", [False, True])
+def test_a_stu_layer_gives_the_public_output_and_gradients(
+    modules: Fixture, name: str, spare: int, as_one_op: bool
+) -> None:
     case = part(modules, f"stu_{name}")
     config = json.loads(str(case["config_json"]))
     lengths = case["lengths"]
@@ -108,18 +111,19 @@ def test_a_stu_layer_gives_the_public_output_and_gradients(modules: Fixture, nam
     )
     load(layer, case)
     layout, where = make_layout(lengths, targets, spare=spare)
-    mask = attention_mask(
-        layout.columns(),
-        layout.slot_valid(),
-        layout.uih_lengths_B if config["target_aware"] else None,
+    rule = AttentionRule(
+        layout.num_candidates,
         contextual_len=config.get("contextual_seq_len", 0),
         window=config.get("max_attn_len", 0),
+        target_aware=config["target_aware"],
     )
+    with fused(as_one_op):
+        rows = layout.attention_rows(rule)
     jagged = tensor(case["x"]).requires_grad_()
     size = layout.num_tokens + layout.num_rows * layout.num_candidates
     # Dummies and empty slots hold noise: it must reach nothing.
     packed = torch.randn(size, jagged.shape[1], generator=torch.Generator().manual_seed(0)).index_put((where,), jagged)
-    out = layer(packed, layout, mask, torch.tensor(float(config["max_seq_len"])))[where]
+    out = layer(packed, layout, rows, torch.tensor(float(config["max_seq_len"])))[where]
     assert float((out.detach() - tensor(case["y"])).abs().max()) <= 1e-5
     out.backward(tensor(case["dy"]))
     check_grad(jagged.grad, case["dx"])
@@ -136,8 +140,7 @@ def test_the_mask_is_the_public_one_wherever_there_are_tokens(modules: Fixture, 
         columns,
         columns < lengths[:, None],
         lengths - tensor(case["num_targets"]) if config["target_aware"] else None,
-        contextual_len=config.get("contextual_seq_len", 0),
-        window=config.get("max_attn_len", 0),
+        AttentionRule(0, contextual_len=config.get("contextual_seq_len", 0), window=config.get("max_attn_len", 0)),
     )
     theirs = tensor(case["mask"]).expand_as(mask)
     for b, length in enumerate(lengths.tolist()):

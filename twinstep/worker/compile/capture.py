@@ -32,9 +32,11 @@ from twinstep.spec.errors import CaptureError, CompileError
 from twinstep.worker.compile.key import module_settings
 from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.copies import lift_constants
+from twinstep.worker.compile.passes.fused_attention import attention_as_one_op
 from twinstep.worker.compile.passes.table import FIRST_TRACE_PASSES, PASSES, run_passes
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import Strategy
+from twinstep.worker.ops.hstu_attention import fused
 
 TrainStep = Callable[..., Any]
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -135,7 +137,8 @@ def capture(
         backend=backend,
         strategies=strategies,
     )
-    first = _trace_step(flat_step, example, context)
+    with fused(attention_as_one_op(context)):
+        first = _trace_step(flat_step, example, context)
     second = make_fx(
         functionalize(first, remove="mutations"),
         decomposition_table=dict(decompositions),

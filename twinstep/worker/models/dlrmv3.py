@@ -18,7 +18,6 @@ from twinstep.worker.data.batch import Batch
 from twinstep.worker.embedding.collection import EmbeddingCollection
 from twinstep.worker.models.config import DLRMv3Config
 from twinstep.worker.models.heads import MultitaskModule
-from twinstep.worker.models.hstu_attention import attention_mask
 from twinstep.worker.models.layers import dropout, mlp
 from twinstep.worker.models.layout import Layout
 from twinstep.worker.models.positional import HSTUPositionalEncoder, positions
@@ -74,8 +73,7 @@ class HSTUTransducer(nn.Module):
         times_M = torch.cat((contextual_times, batch.uih_times, batch.cand_times.reshape(-1)))
         x_MD = self._positional_encoder(x_MD, position_M, query_M - times_M)
         x_MD = dropout(x_MD, self._input_dropout, self.training)
-        mask_BSS = attention_mask(columns_BS, layout.slot_valid(), high_B1.squeeze(1))
-        x_MD = self._stu_module(x_MD, layout, mask_BSS, batch.n)
+        x_MD = self._stu_module(x_MD, layout, layout.attention_rows(), batch.n)
         out: Tensor = self._output_postprocessor(layout.candidates(x_MD), batch.cand_times.reshape(-1))
         return out
 

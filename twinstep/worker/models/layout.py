@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from twinstep.worker.data.batch import Batch
+from twinstep.worker.ops.hstu_attention import AttentionRows, AttentionRule, attention_rows
 
 
 class _Permute(torch.autograd.Function):
@@ -94,11 +95,18 @@ class Layout:
         rows = (self.num_rows, -1)
         return torch.cat((contextual.expand(*rows), history.expand(*rows), candidates), dim=1)
 
-    def slot_valid(self) -> Tensor:
-        """[B, S] bool: the slot holds a token; contextual slots always do."""
-        contextual = self.uih_lengths_B.new_ones(self.num_rows, self.num_contextual, dtype=torch.bool)
-        history = self._arange(self.num_history) < self.uih_lengths_B.unsqueeze(1)
-        return torch.cat((contextual, history, self.cand_valid()), dim=1)
+    def attention_rows(self, rule: AttentionRule | None = None) -> AttentionRows:
+        """Return the rows that attention runs over; contextual slots, which always hold a token, are prefix.
+
+        Args:
+            rule: who sees whom; None: plainly causal, targets apart.
+        """
+        return attention_rows(
+            self.uih_lengths_B + self.num_contextual,
+            self.cand_lengths_B,
+            num_slots=self.num_contextual + self.num_history + self.num_candidates,
+            rule=rule or AttentionRule(self.num_candidates),
+        )
 
     def to_tokens(self, slots_BS: Tensor) -> Tensor:
         """Bring one integer per slot, [B, S], to the packed tokens, [M]; dummies get 0."""

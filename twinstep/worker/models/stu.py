@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twinstep.worker.models.config import STUConfig
-from twinstep.worker.models.hstu_attention import hstu_attention
 from twinstep.worker.models.layers import dropout
 from twinstep.worker.models.layout import Layout
+from twinstep.worker.ops.hstu_attention import AttentionRows, hstu_attention
 
 NORM_EPS = 1e-6
 
@@ -37,7 +37,7 @@ class STULayer(nn.Module):
         self._output_norm_bias = nn.Parameter(torch.zeros(norm_dim))
         self._alpha = A**-0.5 if config.alpha is None else config.alpha
 
-    def forward(self, x_MD: Tensor, layout: Layout, mask_BSS: Tensor, n: Tensor) -> Tensor:
+    def forward(self, x_MD: Tensor, layout: Layout, rows: AttentionRows, n: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
         config = self._config
         H, V, A = config.num_heads, config.linear_dim, config.attention_dim
@@ -48,7 +48,7 @@ class STULayer(nn.Module):
         v_BSE, q_BSE, k_BSE = torch.split(layout.unpack(vqk_ME), [H * V, H * A, H * A], dim=2)
         heads = (*v_BSE.shape[:2], H, -1)
         a_BSHV = hstu_attention(
-            q_BSE.reshape(heads), k_BSE.reshape(heads), v_BSE.reshape(heads), mask_BSS, n, alpha=self._alpha
+            q_BSE.reshape(heads), k_BSE.reshape(heads), v_BSE.reshape(heads), rows, n, alpha=self._alpha
         )
         a_ME = layout.pack(a_BSHV.reshape(*v_BSE.shape[:2], H * V))
         mixed = torch.cat((u_ME, a_ME, u_ME * self._output_norm(a_ME)), dim=1)
@@ -71,8 +71,8 @@ class STUStack(nn.Module):
         super().__init__()
         self._stu_layers = nn.ModuleList(STULayer(config) for _ in range(num_layers))
 
-    def forward(self, x_MD: Tensor, layout: Layout, mask_BSS: Tensor, n: Tensor) -> Tensor:
+    def forward(self, x_MD: Tensor, layout: Layout, rows: AttentionRows, n: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
         for layer in self._stu_layers:
-            x_MD = layer(x_MD, layout, mask_BSS, n)
+            x_MD = layer(x_MD, layout, rows, n)
         return x_MD

@@ -17,6 +17,7 @@ from torchax.ops.mappings import t2j_dtype
 from torchax.ops.ops_registry import all_aten_ops
 
 from twinstep.spec.errors import CompileError
+from twinstep.worker.compile.lower import xla_attention
 
 aten = torch.ops.aten
 
@@ -43,6 +44,8 @@ OWN_OPS: dict[Any, Callable[..., Any]] = {
     aten.lift_fresh_copy.default: lambda x: x,
     aten.clone.default: lambda x: x,
     aten.scalar_tensor.default: _scalar_tensor,
+    torch.ops.twinstep.hstu_attention.default: xla_attention.forward,
+    torch.ops.twinstep.hstu_attention_backward.default: xla_attention.backward,
 }
 """Ops that torchax lacks, or that it only knows for tensors that move between devices."""
 
