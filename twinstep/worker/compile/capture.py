@@ -210,7 +210,7 @@ def _trace_step(flat_step: _FlatStep, example: list[Tensor], context: PassContex
         flat_step.old_gradients, flat_step.lines = False, _UserLines()
         first = _first_trace(flat_step, example)
     flat_step.lines.mark(first)
-    run_passes(first, FIRST_TRACE_PASSES, context)
+    run_passes(first, FIRST_TRACE_PASSES, context, functional=False)
     _refuse_scalars(first)
     return first
 

@@ -20,6 +20,50 @@ def drop_dead(graph: fx.GraphModule, _: PassContext) -> int:
     return before - len(graph.graph.nodes)
 
 
+def drop_writes(graph: fx.GraphModule, _: PassContext) -> int:
+    """Turn `add_` and its like into `add`, and let what reads its target after it read the result.
+
+    Decompositions that are applied after functionalization still write, to tensors of their own.
+
+    Raises:
+        CompileError: an op writes that has no like, or to a tensor that another shares its memory with.
+    """
+    position = {node: index for index, node in enumerate(graph.graph.nodes)}
+    writes = [node for node in position if _is_op(node) and node.target._schema.is_mutable]
+    for node in writes:
+        target, at = node.args[0], position[node]
+        like = _without_writing(node.target)
+        viewed = any(_is_view(each) and any(position[user] > at for user in each.users) for each in target.users)
+        if like is None or viewed or _is_view(target) or target.op == "placeholder":
+            raise CompileError(
+                f"{node.name} = {node.target} writes to a tensor, in a graph that can hold values only",
+                remedy="use the op that returns its result (no underscore at its end)",
+            )
+        node.target = like
+        if like is aten.bernoulli.p:
+            node.args = (target, *(node.args[1:] or (0.5,)))  # what bernoulli_ takes where it is not told
+        target.replace_all_uses_with(node, delete_user_cb=lambda user, at=at: position[user] > at)
+    return len(writes)
+
+
+def _without_writing(target: Any) -> Any:
+    """Return the overload that returns what `target`, an op whose name ends in an underscore, writes; or None."""
+    if target is aten.bernoulli_.float:
+        return aten.bernoulli.p
+    packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    return getattr(packet, target._overloadname, None) if target._schema.name.endswith("_") else None
+
+
+def _is_op(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Say whether a node's value shares memory with its argument; ops that write to it aside."""
+    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+    return schema is not None and not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
+
+
 _SAME_VALUE = {
     aten.alias.default: 0,
     aten.clone.default: 0,

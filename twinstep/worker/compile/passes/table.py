@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.passes.context import PassContext
-from twinstep.worker.compile.passes.copies import drop_copies, drop_dead
+from twinstep.worker.compile.passes.copies import drop_copies, drop_dead, drop_writes
 from twinstep.worker.compile.passes.scalars import drop_profiler_nodes, split_alpha, unread_scalars
+from twinstep.worker.compile.passes.verify import Before, check
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +36,30 @@ FIRST_TRACE_PASSES = (
 """On the graph that still mutates, before functionalization."""
 
 PASSES = (
+    Pass("drop_writes", drop_writes, keeps_bits=True, why="decomposed batch norm writes to its running statistics"),
     Pass("drop_copies", drop_copies, keeps_bits=True, why="Inductor would drop some after it looked at aliases"),
     Pass("drop_dead", drop_dead, keeps_bits=True, why="what nobody reads need not be compiled"),
 )
 """On the functional graph."""
 
 
-def run_passes(graph: fx.GraphModule, passes: tuple[Pass, ...], context: PassContext) -> dict[str, int]:
+def run_passes(
+    graph: fx.GraphModule, passes: tuple[Pass, ...], context: PassContext, *, functional: bool = True
+) -> dict[str, int]:
     """Run in order those of `passes` that backend and strategies ask for; return how many nodes each changed.
 
+    Args:
+        functional: whether `graph` mutates nothing, as after functionalization.
+
     Raises:
-        CompileError: a pass left a graph that is malformed; the message names the pass.
+        CompileError: what a pass left breaks a rule of `verify.py`; the message names the pass.
     """
     changed = {}
     for each in passes:
         if context.backend not in each.backends or (each.strategy and each.strategy not in context.strategies):
             continue
+        before = Before.of(graph)
         changed[each.name] = each.run(graph, context)
-        try:
-            graph.graph.lint()
-        except RuntimeError as error:
-            raise CompileError(
-                f"the graph is malformed after pass {each.name!r}: {error}",
-                remedy="this is a bug of the pass; set compile.backend: eager meanwhile",
-            ) from error
+        check(graph, before, each.name, functional=functional)
         graph.recompile()
     return changed
