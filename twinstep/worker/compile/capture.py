@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.func import functionalize
@@ -34,6 +35,7 @@ from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.copies import lift_constants
 from twinstep.worker.compile.passes.fused_attention import attention_as_one_op
 from twinstep.worker.compile.passes.table import FIRST_TRACE_PASSES, PASSES, run_passes
+from twinstep.worker.compile.stages import Stages, fill_stages, keep_stages
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import Strategy
 from twinstep.worker.ops.hstu_attention import fused
@@ -139,12 +141,14 @@ def capture(
     )
     with fused(attention_as_one_op(context)):
         first = _trace_step(flat_step, example, context)
-    second = make_fx(
-        functionalize(first, remove="mutations"),
-        decomposition_table=dict(decompositions),
-        tracing_mode="fake",
-        _allow_non_fake_inputs=True,  # tensors that the step closes over; lift_constants makes inputs of them
-    )(*example)
+    with fx_traceback.preserve_node_meta():  # an Interpreter, since only one hands on what a node knows: its stage
+        second = make_fx(
+            functionalize(fx.Interpreter(first).run, remove="mutations"),
+            decomposition_table=dict(decompositions),
+            tracing_mode="fake",
+            _allow_non_fake_inputs=True,  # tensors that the step closes over; lift_constants makes inputs of them
+        )(*example)
+    keep_stages(second)
     changed = run_passes(second, PASSES, context)
     _refuse_changed_state(second, state, example)
     constants = lift_constants(second)
@@ -211,6 +215,7 @@ def _trace_step(flat_step: _FlatStep, example: list[Tensor], context: PassContex
         first = _first_trace(flat_step, example)
     flat_step.lines.mark(first)
     run_passes(first, FIRST_TRACE_PASSES, context, functional=False)
+    fill_stages(first)
     _refuse_scalars(first)
     return first
 
@@ -221,7 +226,12 @@ def _first_trace(flat_step: Callable[..., list[Tensor]], example: list[Tensor]) 
     compiling = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
-        with torch.compiler._non_strict_tracing_context(), torch.autograd.set_multithreading_enabled(False):
+        with (
+            torch.compiler._non_strict_tracing_context(),
+            torch.autograd.set_multithreading_enabled(False),
+            fx_traceback.preserve_node_meta(),
+            Stages(),
+        ):
             return make_fx(flat_step, tracing_mode="fake", _allow_non_fake_inputs=True)(*example)
     except CompileError:
         raise
