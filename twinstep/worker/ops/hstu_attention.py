@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twinstep.worker.ops import hstu_kernel
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
@@ -219,18 +221,23 @@ torch.library.define(
 )
 
 
-@torch.library.impl(_FORWARD, "CompositeExplicitAutograd")
-def _forward(q: Tensor, k: Tensor, v: Tensor, prefix: Tensor, targets: Tensor, n: Tensor, *options: Any) -> Tensor:
+def _rule(options: tuple[Any, ...]) -> tuple[AttentionRule, float]:
     *rule, alpha = options
-    return reference(q, k, v, prefix, targets, n, AttentionRule(*rule), alpha)
+    return AttentionRule(*rule), alpha
+
+
+@torch.library.impl(_FORWARD, "CompositeExplicitAutograd")
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    if kernel := hstu_kernel.runs(q, v):
+        return hstu_kernel.forward(kernel, q, k, v, *rest)
+    return reference(q, k, v, *rest[:3], *_rule(rest[3:]))
 
 
 @torch.library.impl(_BACKWARD, "CompositeExplicitAutograd")
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, prefix: Tensor, targets: Tensor, n: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    *rule, alpha = options
-    return reference_backward(grad, q, k, v, prefix, targets, n, AttentionRule(*rule), alpha)
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if kernel := hstu_kernel.runs(q, v):
+        return hstu_kernel.backward(kernel, grad, q, k, v, *rest)
+    return reference_backward(grad, q, k, v, *rest[:3], *_rule(rest[3:]))
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
