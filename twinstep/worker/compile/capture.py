@@ -139,7 +139,7 @@ def capture(
         backend=backend,
         strategies=strategies,
     )
-    with fused(attention_as_one_op(context)):
+    with fused(attention_as_one_op(context, example)):
         first = _trace_step(flat_step, example, context)
     with fx_traceback.preserve_node_meta():  # an Interpreter, since only one hands on what a node knows: its stage
         second = make_fx(

@@ -18,7 +18,7 @@ Words", arXiv 2402.17152, and the mask of the public generative-recommenders cod
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,7 +221,7 @@ torch.library.define(
 )
 
 
-def _rule(options: tuple[Any, ...]) -> tuple[AttentionRule, float]:
+def _rule(options: Sequence[Any]) -> tuple[AttentionRule, float]:
     *rule, alpha = options
     return AttentionRule(*rule), alpha
 
@@ -230,14 +230,16 @@ def _rule(options: tuple[Any, ...]) -> tuple[AttentionRule, float]:
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     if kernel := hstu_kernel.runs(q, v):
         return hstu_kernel.forward(kernel, q, k, v, *rest)
-    return reference(q, k, v, *rest[:3], *_rule(rest[3:]))
+    prefix, targets, n, *options = rest
+    return reference(q, k, v, prefix, targets, n, *_rule(options))
 
 
 @torch.library.impl(_BACKWARD, "CompositeExplicitAutograd")
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     if kernel := hstu_kernel.runs(q, v):
         return hstu_kernel.backward(kernel, grad, q, k, v, *rest)
-    return reference_backward(grad, q, k, v, *rest[:3], *_rule(rest[3:]))
+    prefix, targets, n, *options = rest
+    return reference_backward(grad, q, k, v, prefix, targets, n, *_rule(options))
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
@@ -261,3 +263,9 @@ def _grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 torch.library.register_fake(_FORWARD, _forward_fake)
 torch.library.register_fake(_BACKWARD, _backward_fake)
 torch.library.register_autograd(_FORWARD, _grads, setup_context=_keep)
+
+OPERATOR, OPERATOR_BACKWARD = (
+    torch.ops.twinstep.hstu_attention.default,
+    torch.ops.twinstep.hstu_attention_backward.default,
+)
+"""What nodes of a captured graph call."""

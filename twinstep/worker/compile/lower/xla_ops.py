@@ -18,6 +18,7 @@ from torchax.ops.ops_registry import all_aten_ops
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.lower import xla_attention
+from twinstep.worker.ops.hstu_attention import OPERATOR, OPERATOR_BACKWARD
 
 aten = torch.ops.aten
 
@@ -44,8 +45,8 @@ OWN_OPS: dict[Any, Callable[..., Any]] = {
     aten.lift_fresh_copy.default: lambda x: x,
     aten.clone.default: lambda x: x,
     aten.scalar_tensor.default: _scalar_tensor,
-    torch.ops.twinstep.hstu_attention.default: xla_attention.forward,
-    torch.ops.twinstep.hstu_attention_backward.default: xla_attention.backward,
+    OPERATOR: xla_attention.forward,
+    OPERATOR_BACKWARD: xla_attention.backward,
 }
 """Ops that torchax lacks, or that it only knows for tensors that move between devices."""
 

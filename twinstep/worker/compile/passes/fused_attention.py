@@ -6,10 +6,47 @@ traces and all passes see them whole. With it off, or where no kernel can be had
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor, fx
+
 from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.strategies import FusedAttention
+from twinstep.worker.ops.hstu_attention import OPERATOR, OPERATOR_BACKWARD
+from twinstep.worker.ops.native import find_compiler
+
+NAME = FusedAttention.name
+OPERATORS = {OPERATOR: 0, OPERATOR_BACKWARD: 1}
+"""The operators, and which of their arguments is q."""
 
 
-def attention_as_one_op(context: PassContext) -> bool:
-    """Say whether the step is to be traced with fused attention."""
-    return context.strategy(FusedAttention) is not None and context.backend == "xla"
+def attention_as_one_op(context: PassContext, example: Sequence[Tensor]) -> bool:
+    """Say whether the step is to be traced with fused attention; why not goes into the notes.
+
+    Args:
+        example: the step's inputs: where they are is where Inductor's program runs.
+    """
+    if context.strategy(FusedAttention) is None:
+        return False
+    if context.backend == "inductor":
+        devices = {tensor.device.type for tensor in example}
+        if devices != {"cpu"}:
+            context.notes[NAME] = f"plain: there is no kernel for {', '.join(sorted(devices - {'cpu'}))}"
+            return False
+        if find_compiler() is None:
+            context.notes[NAME] = "plain: the kernel needs a C++ compiler, and none is on PATH"
+            return False
+    return True
+
+
+def note_attention(graph: fx.GraphModule, context: PassContext) -> int:
+    """Count the operators' nodes, and note the bytes of scores, [B, H, S, S] each, that are not written for them."""
+    saved = []
+    for node in graph.graph.nodes:
+        if node.target in OPERATORS:
+            q = node.args[OPERATORS[node.target]].meta["val"]
+            B, S, H, _ = q.shape
+            saved.append(B * H * S * S * q.element_size())
+    if saved:
+        context.notes[NAME] = {"nodes": len(saved), "score_bytes": sum(saved)}
+    return len(saved)

@@ -9,6 +9,8 @@ from torch import fx
 
 from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.copies import drop_copies, drop_dead, drop_writes
+from twinstep.worker.compile.passes.fused_attention import NAME as FUSED_ATTENTION
+from twinstep.worker.compile.passes.fused_attention import note_attention
 from twinstep.worker.compile.passes.scalars import drop_profiler_nodes, split_alpha, unread_scalars
 from twinstep.worker.compile.passes.verify import Before, check
 
@@ -39,6 +41,13 @@ PASSES = (
     Pass("drop_writes", drop_writes, keeps_bits=True, why="decomposed batch norm writes to its running statistics"),
     Pass("drop_copies", drop_copies, keeps_bits=True, why="Inductor would drop some after it looked at aliases"),
     Pass("drop_dead", drop_dead, keeps_bits=True, why="what nobody reads need not be compiled"),
+    Pass(
+        "fused_attention",
+        note_attention,
+        keeps_bits=True,
+        why="traced whole: says what it spares",
+        strategy=FUSED_ATTENTION,
+    ),
 )
 """On the functional graph."""
 
