@@ -62,15 +62,15 @@ class HSTUTransducer(nn.Module):
     def forward(self, batch: Batch, layout: Layout, items_FNE: list[Tensor], contextual_BCE: Tensor | None) -> Tensor:
         """Return the candidates' vectors, [B*K, D]."""
         additional = torch.cat(items_FNE[1:], dim=1) if len(items_FNE) > 1 else None
-        x_MD = self._input_preprocessor.tokens(items_FNE[0], additional, batch.uih_actions)
+        x_MD = self._input_preprocessor.tokens(items_FNE[0], additional, batch.uih_actions, layout.join)
         contextual_times = batch.uih_times.new_zeros(layout.num_rows * layout.num_contextual)
         if contextual_BCE is not None:
-            x_MD = torch.cat((self._input_preprocessor.contextual(contextual_BCE).flatten(0, 1), x_MD), dim=0)
+            x_MD = layout.join(self._input_preprocessor.contextual(contextual_BCE).flatten(0, 1), x_MD)
         columns_BS = layout.columns()
         high_B1 = (layout.uih_lengths_B + layout.num_contextual).unsqueeze(1)
         position_M = layout.to_tokens(positions(columns_BS, high_B1, layout.num_contextual))
         query_M = layout.to_tokens(batch.query_times.unsqueeze(1).expand_as(columns_BS))
-        times_M = torch.cat((contextual_times, batch.uih_times, batch.cand_times.reshape(-1)))
+        times_M = layout.join(contextual_times, batch.uih_times, batch.cand_times.reshape(-1))
         x_MD = self._positional_encoder(x_MD, position_M, query_M - times_M)
         x_MD = dropout(x_MD, self._input_dropout, self.training)
         x_MD = self._stu_module(x_MD, layout, layout.attention_rows(), batch.n)
@@ -100,7 +100,7 @@ class DLRMv3(nn.Module):
         layout = Layout.of(batch)
         items_FNE = self._embed_items(batch, layout)
         user_RD = self._hstu_transducer(batch, layout, items_FNE, self._embed_contextual(batch, layout))
-        item_RD = self._item_embedding_mlp(torch.cat([x_NE[layout.num_tokens :] for x_NE in items_FNE], dim=1))
+        item_RD = self._item_embedding_mlp(torch.cat([layout.candidates(x_NE) for x_NE in items_FNE], dim=1))
         logits_QR = self._multitask_module(user_RD, item_RD)
         losses_Q = self._multitask_module.losses(logits_QR, batch.labels.flatten(1), batch.weights.flatten(1))
         return ModelOutput(
@@ -111,10 +111,10 @@ class DLRMv3(nn.Module):
 
     def _embed_items(self, batch: Batch, layout: Layout) -> list[Tensor]:
         """Look each item feature up, history and candidates in one call: F tensors [N, E]."""
-        valid_N = torch.cat((layout.token_valid(), layout.cand_valid().reshape(-1)))
+        valid_N = layout.join(layout.token_valid(), layout.cand_valid().reshape(-1))
         return [
             self._embedding_collection(
-                feature.table, torch.cat((batch.uih_ids[i], batch.cand_ids[i].reshape(-1))), valid_N
+                feature.table, layout.join(batch.uih_ids[i], batch.cand_ids[i].reshape(-1)), valid_N
             )
             for i, feature in enumerate(self.config.item_features)
         ]

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,11 @@ class ActionEncoder(nn.Module):
         self._target_action_embedding_table = nn.Parameter(torch.empty(1, len(masks) * dim))
         self.register_buffer("_combined_action_weights", torch.tensor(list(masks), dtype=torch.int64))
 
-    def forward(self, actions_T: Tensor, num_targets: int) -> Tensor:
-        """Return [T + num_targets, J · dim]: zeros stand where a bit is not set."""
+    def forward(self, actions_T: Tensor, num_targets: int) -> tuple[Tensor, Tensor]:
+        """Return [T, J · dim], zeros where a bit is not set, and [num_targets, J · dim]."""
         has_TJ = torch.bitwise_and(actions_T.unsqueeze(1), self._combined_action_weights) > 0
         history = torch.where(has_TJ.unsqueeze(2), self._action_embedding_table, 0.0).flatten(1)
-        return torch.cat((history, self._target_action_embedding_table.expand(num_targets, -1)), dim=0)
+        return history, self._target_action_embedding_table.expand(num_targets, -1)
 
 
 class ContextualPreprocessor(nn.Module):
@@ -57,13 +57,15 @@ class ContextualPreprocessor(nn.Module):
         self._action_encoder = ActionEncoder(action_masks, action_dim)
         self._action_embedding_mlp = mlp(action_dim * len(action_masks), hidden_dim, dim)
 
-    def tokens(self, content_NE: Tensor, additional_NE: Tensor | None, actions_T: Tensor) -> Tensor:
-        """Return history tokens and candidates, [N, D]; the first T of N are history."""
+    def tokens(
+        self, content_NE: Tensor, additional_NE: Tensor | None, actions_T: Tensor, join: Callable[..., Tensor]
+    ) -> Tensor:
+        """Return history tokens and candidates, [N, D]; `join` brings the two parts to the order of N."""
         x_ND: Tensor = self._content_embedding_mlp(content_NE)
         if additional_NE is not None:
             x_ND = x_ND + self._additional_embedding_mlp(additional_NE)
         encoded = self._action_encoder(actions_T, content_NE.shape[0] - actions_T.shape[0])
-        out: Tensor = x_ND + self._action_embedding_mlp(encoded)
+        out: Tensor = x_ND + self._action_embedding_mlp(join(*encoded))
         return out
 
     def contextual(self, embedded_BCE: Tensor) -> Tensor:
