@@ -1,4 +1,4 @@
-"""Commands that need no control plane, or are one: up, train, validate, schema."""
+"""Commands that need no control plane, or are one: up, train, compile, validate, schema."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from twinstep.cli.output import console, print_json, summary_table
+from twinstep.cli.output import aot_table, console, print_json, summary_table
 from twinstep.cli.specfile import read_spec
 from twinstep.spec.errors import UnavailableError
 
@@ -19,6 +19,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     app.command("up")(up)
     app.command("train")(train)
+    app.command("compile")(compile_ahead)
     app.command("validate")(validate)
     app.command("schema")(schema)
 
@@ -68,12 +69,7 @@ def train(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
     try:
         summary = run_spec(spec, console=screen, quiet=as_json)
     except ModuleNotFoundError as error:  # torch and the rest are imported inside
-        if error.name is None or error.name.split(".")[0] == "twinstep":
-            raise
-        raise UnavailableError(
-            f"training needs the package {error.name}, which is not installed here",
-            remedy="pip install 'twinstep[worker,data]', or submit the job to a control plane that has them",
-        ) from None
+        raise _needs_worker("training", error) from None
     with giving_up(sys.stdout):  # the run is done, whether or not anybody reads of it
         if as_json:
             print_json({"summary": summary.model_dump(mode="json")})
@@ -85,6 +81,28 @@ def train(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
     return 0
 
 
+def compile_ahead(
+    spec_path: SpecArg,
+    topology: Annotated[
+        str | None,
+        typer.Option("--topology", metavar="SLICE", help="A TPU slice, v5p:4x4x8; else the spec's accelerator."),
+    ] = None,
+    as_json: JsonOpt = False,
+) -> int:
+    """Compile a spec's step for a TPU slice, without a TPU: memory, traffic, collectives, seconds."""
+    spec = read_spec(spec_path)
+    try:
+        from twinstep.worker.train.ahead import compile_spec
+    except ModuleNotFoundError as error:
+        raise _needs_worker("compiling", error) from None
+    report = compile_spec(spec, topology=topology)
+    if as_json:
+        print_json({"report": report.as_json()})
+    else:
+        console().print(aot_table(report.as_json()))
+    return 0
+
+
 def validate(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
     """Check a job spec: say ok, or name each field to mend."""
     spec = read_spec(spec_path)
@@ -93,6 +111,16 @@ def validate(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
     else:
         print(f"ok: {spec.name} ({spec.model.kind} on {spec.data.dataset}, {spec.compile.backend})")
     return 0
+
+
+def _needs_worker(what: str, error: ModuleNotFoundError) -> Exception:
+    """Return what to raise where a package is missing: the user's lack, unless the package is our own."""
+    if error.name is None or error.name.split(".")[0] == "twinstep":
+        return error
+    return UnavailableError(
+        f"{what} needs the package {error.name}, which is not installed here",
+        remedy="pip install 'twinstep[worker,data]', or submit the job to a control plane that has them",
+    )
 
 
 def schema() -> int:

@@ -138,3 +138,31 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         *[number(baselines[name].get("auc")) for name in names],
     )
     return table
+
+
+def aot_table(report: Mapping[str, Any]) -> Table:
+    """Return the table of a step that was compiled ahead of time; amounts are for one step on one device."""
+    table = plain_table("what", "value", right=("value",))
+    hbm = report["hbm"]
+    rows = [
+        ("slice", one_line(str(report["topology"]))),
+        ("devices", number(report["devices"])),
+        *[(f"HBM {name}, MiB", number(hbm[name] / 2**20, 1)) for name in hbm if name != "peak"],
+        ("HBM in all, MiB", number(hbm["peak"] / 2**20, 1)),
+        ("state, MiB", number(report["state_bytes"] / 2**20, 1)),
+        ("GFLOP", number(report["flops"] / 1e9, 1)),
+        ("GB read and written", number(report["bytes_accessed"] / 1e9, 3)),
+    ]
+    if report["optimal_seconds"] is not None:
+        rows.append(("compiler's bound, ms", number(report["optimal_seconds"] * 1e3, 3)))
+    for each in report["collectives"]:
+        size = f"{number(each['count'])} of {number(each['bytes'] / 2**20, 2)} MiB in all"
+        rows.append((one_line(each["kind"]), size))
+    rows += [
+        ("compile s", number(report["compile_seconds"], 1)),
+        ("capture s", number(report["capture_seconds"], 1)),
+        ("key", one_line(report["key"])),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table

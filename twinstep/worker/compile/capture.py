@@ -24,6 +24,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
@@ -121,7 +122,8 @@ def capture(
 
     Args:
         train_step: called as `train_step(model, optimizer, batch)`, or `(model, batch)` where there is no optimizer.
-        batch: an example; its shapes and dtypes are built into the graph, its values are not read.
+        batch: an example; its shapes and dtypes are built into the graph, its values are not read. It may be on the
+            meta device, as the model may.
         decompositions: ATen ops to write in simpler ones; what the backend lowers decides.
         backend: name of what will lower the graph.
         strategies: what was asked for, by name.
@@ -131,7 +133,7 @@ def capture(
     """
     leaves, _, batch_spec = batch_leaves(batch)
     flat_step = _FlatStep(train_step, state, optimizer, batch_spec)
-    example = [*state.tensors(), *state.learning_rates(), *leaves]
+    example = _without_values([*state.tensors(), *state.learning_rates(), *leaves])
     context = PassContext(
         slots=tuple(state.slots),
         num_rates=len(state.learning_rates()),
@@ -164,6 +166,14 @@ def capture(
         context=context,
         changed=changed,
     )
+
+
+def _without_values(example: list[Tensor]) -> list[Tensor]:
+    """Return fake CPU tensors where any is on the meta device: its shape is all there is; else the very tensors."""
+    if not any(tensor.is_meta for tensor in example):
+        return example
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cpu") for each in example]
 
 
 class _FlatStep:

@@ -293,6 +293,11 @@ class StepCompiler:
     def _lift(self) -> _Lifted:
         return _Lifted.of(self._model, self._optimizer, self.backend_name, self._cache_dir)
 
+    @property
+    def state(self) -> TrainState:
+        """The state that was lifted out of model and optimizers."""
+        return self._need_lifted().state
+
     def _need_lifted(self) -> _Lifted:
         if self._lifted is None:
             raise CompileError("the eager backend compiles nothing", remedy="call the StepCompiler itself")

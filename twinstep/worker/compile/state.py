@@ -92,7 +92,7 @@ class TrainState:
         ranges = sorted(
             (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), slot.name)
             for slot, tensor in zip(self.slots, self.live(), strict=True)
-            if tensor.numel()
+            if tensor.numel() and not tensor.is_meta
         )
         for (_, end, name), (start, _, other) in itertools.pairwise(ranges):
             if start < end:

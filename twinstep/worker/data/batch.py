@@ -11,7 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from twinstep.spec.job import DataSpec
+from twinstep.worker.data.events import DataSchema
 
 
 class Batch(NamedTuple):
@@ -51,6 +55,35 @@ class Batch(NamedTuple):
     """[Q, B, K] float32; 0 for empty slots."""
     n: Tensor
     """[] float32: C + most history events of a real row + most candidates of a row; attention divides by it."""
+
+
+def meta_batch(schema: DataSchema, spec: DataSpec) -> Batch:
+    """Return a batch of the shapes and dtypes that a loader gives, on the meta device: it holds no values."""
+    B, U, K, T = spec.batch_size, spec.uih_len, spec.num_candidates, spec.uih_tokens
+    C, F, Q = len(schema.contextual), len(schema.item_features), len(schema.tasks)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device="meta")
+
+    return Batch(
+        uih_ids=integers(F, T),
+        uih_times=integers(T),
+        uih_actions=integers(T),
+        token_slot=integers(T),
+        slot_token=integers(B, U),
+        uih_lengths=integers(B),
+        contextual_ids=integers(B, C),
+        cand_ids=integers(F, B, K),
+        cand_times=integers(B, K),
+        num_candidates=integers(B),
+        query_times=integers(B),
+        labels=floats(Q, B, K),
+        weights=floats(Q, B, K),
+        n=floats(),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -121,7 +121,7 @@ class Layout:
         return torch.cat(rows, dim=1).flatten(0, 1)
 
     def to_tokens(self, slots_BS: Tensor) -> Tensor:
-        """Bring one integer per slot, [B, S], to the packed tokens, [M]; dummies get 0, or their own slot's if aligned."""
+        """Bring one integer per slot, [B, S], to the packed tokens, [M]; dummies get 0, or their slot's if aligned."""
         if self.aligned:
             return slots_BS.reshape(-1)
         C, U = self.num_contextual, self.num_history

@@ -38,6 +38,12 @@ def build_model(spec: JobSpec, schema: DataSchema) -> nn.Module:
     return MODELS[spec.model.kind](spec, schema)
 
 
+def build_meta_model(spec: JobSpec, schema: DataSchema) -> nn.Module:
+    """Return the model that `spec` asks for on the meta device: names, shapes and dtypes, no values."""
+    with torch.device("meta"):
+        return MODELS[spec.model.kind](spec, schema)
+
+
 def dlrmv3_config(spec: JobSpec, schema: DataSchema) -> DLRMv3Config:
     """Return the configuration of DLRMv3 that a spec and a schema describe."""
     model = spec.model
@@ -66,6 +72,8 @@ def dlrmv3_config(spec: JobSpec, schema: DataSchema) -> DLRMv3Config:
 
 def _build_dlrmv3(spec: JobSpec, schema: DataSchema) -> nn.Module:
     config = dlrmv3_config(spec, schema)
+    if torch.get_default_device().type == "meta":
+        return DLRMv3(config)
     _check_memory(config)
     model = DLRMv3(config)
     generator = torch.Generator().manual_seed(spec.train.seed)

@@ -35,6 +35,11 @@ _DECOMPOSED_TOO = (
 )
 
 
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return core ATen, which torchax knows but for what it lowers wrongly: batch norm's running statistics."""
+    return {**core_aten_decompositions(), **get_decompositions(_DECOMPOSED_TOO)}
+
+
 class XlaBackend:
     """Lowers captured steps and holds the state they share, on JAX's default device."""
 
@@ -50,8 +55,8 @@ class XlaBackend:
         self._cache_dir = cache_dir
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
-        """Return core ATen, which torchax knows but for what it lowers wrongly: batch norm's running statistics."""
-        return {**core_aten_decompositions(), **get_decompositions(_DECOMPOSED_TOO)}
+        """Return those of `decompositions`."""
+        return decompositions()
 
     def lower(self, captured: Captured) -> XlaProgram:
         """Compile `captured`.
@@ -69,7 +74,7 @@ class XlaBackend:
         try:
             with _cache_at(self._cache_dir), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit: checked in _to_jax
-                lowered = jax.jit(_as_jax(captured), donate_argnums=0).lower(
+                lowered = jax.jit(as_jax(captured), donate_argnums=0).lower(
                     self.arrays, rates, batch, constants, self.key
                 )
                 compiled = lowered.compile()
@@ -160,7 +165,7 @@ class XlaProgram:
         return [_to_torch(array, dtype) for array, dtype in zip(outputs, self._dtypes, strict=True)]
 
 
-def _as_jax(captured: Captured) -> Callable[..., Any]:
+def as_jax(captured: Captured) -> Callable[..., Any]:
     """Return the graph as a JAX function; the random key goes in and comes out, or masks would repeat."""
     env = torchax.default_env()
 

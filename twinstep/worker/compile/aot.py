@@ -1,0 +1,184 @@
+"""Ahead-of-time compilation for a TPU slice by the real TPU compiler, on any x86-64 Linux host: what it reports.
+
+compiled = compile_ahead(train_step, model, optimizer, batch, topology="v5p:4x4x8")
+compiled.report.hbm.peak       # bytes on one device
+
+The model may live on the `meta` device, and so may the batch: only shapes are read, so that tables of any size can be
+compiled for. The step is the very one that the XLA backend runs: `capture.py` captures it, `lower/tpu.py` lowers it.
+Each device gets its part of the batch; dense parameters are on all of them, and so are tables, but for those above
+`SHARD_ABOVE`, whose rows are spread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from twinstep.spec.errors import CompileError, UnavailableError
+from twinstep.spec.slices import Slice, parse_slice
+from twinstep.worker.compile.aot_report import AotReport, Cuts
+from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
+from twinstep.worker.compile.key import versions
+from twinstep.worker.compile.runner import StepCompiler
+from twinstep.worker.compile.state import Optimizers
+from twinstep.worker.compile.strategies import Strategy, resolve
+
+SHARD_ABOVE = 64 << 20  # bytes of a table above which its rows are spread over the devices
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # JAX itself computes on the host; the TPU is only compiled for
+    "TPU_SKIP_MDS_QUERY": "1",  # libtpu would wait for a metadata server
+    "TPU_ACCELERATOR_TYPE": "v5p-8",  # it complains where there is none; the topology is what counts
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a second process on this host may compile too
+}
+"""What libtpu needs in the environment before it is loaded on a machine without a TPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that was compiled ahead of time."""
+
+    executable: Any
+    """A `jax.stages.Compiled` for the slice."""
+    report: AotReport
+    captured: Captured
+
+
+def compile_ahead(
+    train_step: TrainStep,
+    model: nn.Module,
+    optimizer: Optimizers,
+    example_batch: Any,
+    *,
+    topology: str,
+    strategies: Sequence[Strategy | str] | None = None,
+    batch_size: int | None = None,
+) -> Ahead:
+    """Compile a whole training step for every device of a TPU slice.
+
+    Args:
+        train_step: `(model, optimizer, batch) → outputs`, as for `compile`.
+        model: may be on the `meta` device; nothing is computed.
+        example_batch: the global batch, over all devices; shapes and dtypes count.
+        topology: name of the slice: `v5p:4x4x8`.
+        strategies: what to ask of the compiler; None: the defaults.
+        batch_size: B, the size that marks a batch dimension; None: the size that most leaves have.
+
+    Raises:
+        SpecError: there is no such slice.
+        UnavailableError: libtpu is not installed.
+        CompileError: the batch does not divide over the devices, the step cannot be captured or lowered, or it does
+            not fit into the memory of a device.
+    """
+    target = parse_slice(topology)
+    need_libtpu()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from twinstep.worker.compile.lower import tpu, xla  # JAX reads the environment when it is imported
+
+    leaves, _, _ = batch_leaves(example_batch)
+    size = batch_size or _common_size(leaves)
+    check_divides(size, target)
+    compiler = StepCompiler(train_step, model, optimizer, backend="xla", devices=target.devices, strategies=strategies)
+    started = time.perf_counter()
+    state = compiler.state
+    captured = capture(
+        train_step,
+        state,
+        optimizer,
+        example_batch,
+        xla.decompositions(),
+        backend="xla",
+        strategies=resolve(strategies),
+    )
+    capture_seconds = time.perf_counter() - started
+    cuts = Cuts(
+        state=tuple(state_dimension(captured, index, target.devices) for index in range(captured.num_state)),
+        batch=tuple(batch_dimension(leaf, size) for leaf in leaves),
+    )
+    program = tpu.compile_for(captured, cuts, target)
+    stack = versions(("torch", "torchax", "jax", "libtpu"))
+    key = dataclasses.replace(compiler.key(example_batch), backend=f"xla/{target.name}", versions=stack)
+    report = AotReport(
+        topology=target.name,
+        devices=target.devices,
+        key=key.digest,
+        sharded=tuple(s.path for s, dim in zip(state.slots, cuts.state, strict=True) if dim is not None),
+        nodes=len(captured.graph.graph.nodes),
+        capture_seconds=capture_seconds,
+        versions=key.versions,
+        passes=tuple(captured.changed.items()),
+        **program.found,
+    )
+    return Ahead(program.executable, report, captured)
+
+
+def need_libtpu() -> None:
+    """Raise unless the TPU compiler is installed.
+
+    Raises:
+        UnavailableError: it is not.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise UnavailableError(
+            "the TPU compiler, libtpu, is not installed here",
+            remedy="pip install 'twinstep[worker,aot]' on x86-64 Linux",
+        )
+
+
+def check_divides(batch_size: int, target: Slice) -> None:
+    """Raise unless each device gets as many rows of the batch as any other.
+
+    Raises:
+        CompileError: it does not; the message names the nearest batch sizes that do.
+    """
+    if batch_size % target.devices:
+        below = batch_size // target.devices * target.devices
+        sizes = f"{below} or {below + target.devices}" if below else str(target.devices)
+        raise CompileError(
+            f"a batch of {batch_size} does not divide over the {target.devices} devices of {target.name}",
+            remedy=f"set data.batch_size to {sizes}, or take another topology",
+        )
+
+
+def _common_size(leaves: Sequence[Tensor]) -> int:
+    sizes = Counter(size for leaf in leaves for size in set(leaf.shape) if size > 1)
+    return max(sizes, key=lambda size: (sizes[size], size), default=1)
+
+
+def batch_dimension(leaf: Tensor, batch_size: int) -> int | None:
+    """Return the dimension along which a batch leaf is cut: the first whose size is a multiple of the batch's."""
+    return next((dim for dim, size in enumerate(leaf.shape) if size and size % batch_size == 0), None)
+
+
+def state_dimension(captured: Captured, index: int, devices: int) -> int | None:
+    """Return 0 for a tensor of the state whose rows are spread: those of a big table, and its optimizer's of them.
+
+    A table is a parameter with many more rows than columns; the rows must divide over the devices.
+    """
+    slots, example = captured.context.slots, captured.example
+    owner = slots[index].name.rpartition("/")[2]
+    table = next(
+        (value for slot, value in zip(slots, example, strict=False) if (slot.role, slot.name) == ("parameter", owner)),
+        None,
+    )
+    if table is None or table.dim() != 2 or table.shape[0] < 16 * table.shape[1] or table.shape[0] % devices:
+        return None
+    value = example[index]
+    big = table.numel() * table.element_size() > SHARD_ABOVE
+    return 0 if big and value.dim() and value.shape[0] == table.shape[0] else None
+
+
+def tree_to_meta(tree: Any) -> Any:
+    """Return the same structure of tensors with shapes and dtypes only, on the `meta` device."""
+    return pytree.tree_map_only(Tensor, lambda each: each.to("meta"), tree)

@@ -1,0 +1,93 @@
+"""What is said of a step that was compiled ahead of time, as frozen values; `aot.py` and `lower/tpu.py` fill them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from twinstep.worker.compile.hlo import Collective
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cuts:
+    """Along which dimension each tensor of a step is cut over the devices; None: each device holds it all."""
+
+    state: tuple[int | None, ...]
+    batch: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HbmBytes:
+    """The compiler's memory report: bytes on one device."""
+
+    arguments: int
+    """State, learning rates and batch."""
+    outputs: int
+    """New state and the step's results."""
+    alias: int
+    """Outputs that take the place of arguments: the donated state."""
+    temp: int
+    """What lives within a step."""
+    code: int
+    """The program."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes in all."""
+        return self.arguments + self.outputs - self.alias + self.temp + self.code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AotReport:
+    """What the TPU compiler says of a step; amounts are for one step on one device."""
+
+    topology: str
+    devices: int
+    key: str
+    """Digest of the CompileKey."""
+    hbm: HbmBytes
+    state_bytes: int
+    """State on one device."""
+    sharded: tuple[str, ...]
+    """Tensors of the state whose rows are spread over the devices; all others are on each of them."""
+    flops: float
+    bytes_accessed: float
+    """Bytes read and written by all operations. A loop's body counts as often as it turns."""
+    optimal_seconds: float | None
+    """The compiler's lower bound for a step's time; None where it gives none."""
+    unestimated: int
+    """Operations that the compiler has no time for; `optimal_seconds` is without them."""
+    collectives: tuple[Collective, ...]
+    nodes: int
+    """Nodes of the captured graph."""
+    capture_seconds: float
+    lower_seconds: float
+    """From the graph to XLA's input."""
+    compile_seconds: float
+    """In the TPU compiler."""
+    versions: tuple[tuple[str, str], ...]
+    passes: tuple[tuple[str, int], ...]
+    """Nodes that each pass of ours changed."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        found = dataclasses.asdict(self)
+        found["hbm"]["peak"] = self.hbm.peak
+        return {**found, "versions": dict(self.versions), "passes": dict(self.passes)}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> AotReport:
+        """Return the report that `as_json` gave."""
+        hbm = {name: value for name, value in found["hbm"].items() if name != "peak"}
+        return cls(
+            **{
+                **found,
+                "hbm": HbmBytes(**hbm),
+                "sharded": tuple(found["sharded"]),
+                "collectives": tuple(Collective(**each) for each in found["collectives"]),
+                "versions": tuple(found["versions"].items()),
+                "passes": tuple(found["passes"].items()),
+            }
+        )

@@ -1,0 +1,181 @@
+"""Stage 5, lower for a TPU slice ahead of time: a captured step compiled by libtpu on the host, and what it reports.
+
+`aot.py` asks. Nothing runs, and no array is made: all that goes in is shapes, dtypes and shardings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib import _hlo, _jax  # type: ignore[attr-defined]
+from torch import Tensor
+from torchax.ops.mappings import t2j_dtype
+
+from twinstep.spec.errors import CompileError
+from twinstep.spec.slices import Slice
+from twinstep.worker.compile.aot_report import Cuts, HbmBytes
+from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.hlo import HloText, parse_hlo, with_entry
+from twinstep.worker.compile.lower.xla import as_jax
+
+AXIS = "batch"
+"""The mesh's one axis: all devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class TpuProgram:
+    """A compiled step and what the compiler says of it."""
+
+    executable: Any
+    found: dict[str, Any]
+    """Fields of an AotReport."""
+
+
+def compile_for(captured: Captured, cuts: Cuts, target: Slice) -> TpuProgram:
+    """Compile a captured step for each device of a slice.
+
+    Raises:
+        CompileError: an op has no lowering, the compiler refuses the program, or a device's memory does not hold it.
+    """
+    mesh = slice_mesh(target)
+    arguments = _arguments(captured, cuts, mesh)
+    started = time.perf_counter()
+    with _in_words(target), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit integers are 32 bits wide on XLA
+        lowered = jax.jit(as_jax(captured), donate_argnums=0).trace(*arguments).lower(lowering_platforms=("tpu",))
+        lowered_at = time.perf_counter()
+        compiled = lowered.compile()
+    compile_seconds = time.perf_counter() - lowered_at
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
+    hlo = parse_hlo(text)
+    found = {
+        "hbm": HbmBytes(
+            arguments=memory.argument_size_in_bytes,
+            outputs=memory.output_size_in_bytes,
+            alias=memory.alias_size_in_bytes,
+            temp=memory.temp_size_in_bytes,
+            code=memory.generated_code_size_in_bytes,
+        ),
+        "state_bytes": sum(_local_bytes(each) for each in arguments[0]),
+        "collectives": hlo.collectives(),
+        "lower_seconds": lowered_at - started,
+        "compile_seconds": compile_seconds,
+        **_costs(compiled.cost_analysis(), text, hlo),
+    }
+    return TpuProgram(compiled, found)
+
+
+def slice_mesh(target: Slice) -> Mesh:
+    """Return the devices of a slice, none of which need exist, as a mesh of one axis.
+
+    Raises:
+        CompileError: the TPU compiler does not take the topology.
+    """
+    try:
+        description = topologies.get_topology_desc(platform="tpu", topology_name=target.compiler_name)
+    except Exception as error:
+        raise CompileError(
+            f"the TPU compiler takes no slice {target.name}: {_first_line(error)}",
+            remedy="use another topology of the generation, or another version of libtpu",
+        ) from error
+    return Mesh(np.array(description.devices), (AXIS,))
+
+
+def _arguments(captured: Captured, cuts: Cuts, mesh: Mesh) -> tuple[Any, ...]:
+    def shape(tensor: Tensor, dim: int | None) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(t2j_dtype(tensor.dtype))
+        return _struct(tuple(tensor.shape), dtype, NamedSharding(mesh, _spec(dim)))
+
+    def shapes(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[jax.ShapeDtypeStruct]:
+        return [shape(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True)]
+
+    rates_at, batch_at = captured.num_state, captured.num_state + captured.num_rates
+    rates = captured.example[rates_at:batch_at]
+    batch = captured.example[batch_at : batch_at + captured.num_batch]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return (
+        shapes(captured.example[:rates_at], cuts.state),
+        shapes(rates, [None] * len(rates)),
+        shapes(batch, cuts.batch),
+        shapes(captured.constants, [None] * len(captured.constants)),
+        _struct(key.shape, key.dtype, NamedSharding(mesh, _spec(None))),
+    )
+
+
+def _struct(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
+
+def _spec(dim: int | None) -> PartitionSpec:
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, AXIS)  # type: ignore[no-untyped-call]
+
+
+def _local_bytes(argument: jax.ShapeDtypeStruct) -> int:
+    assert argument.sharding is not None, "every argument is given one"  # noqa: S101
+    return int(math.prod(argument.sharding.shard_shape(argument.shape)) * argument.dtype.itemsize)
+
+
+def _costs(total: dict[str, float], text: str, hlo: HloText) -> dict[str, Any]:
+    """Return the costs of one step, with the bodies of loops counted as often as they turn."""
+    flops, moved, seconds = total["flops"], total["bytes accessed"], total.get("optimal_seconds", 0.0)
+    unestimated = math.ceil(-seconds) if seconds < 0 else 0
+    seconds += unestimated  # each of them was entered as -1
+    per_byte = seconds / max(moved, 1.0)
+    runs = hlo.runs()
+    for loop in hlo.loops():
+        more = runs[loop.body] - 1
+        if more > 0:
+            body = _part_costs(with_entry(text, loop.body))
+            flops, moved = flops + more * body["flops"], moved + more * body["bytes accessed"]
+            seconds += more * per_byte * body["bytes accessed"]  # the part's analysis knows no times
+    return {
+        "flops": flops,
+        "bytes_accessed": moved,
+        "optimal_seconds": seconds or None,
+        "unestimated": unestimated,
+    }
+
+
+def _part_costs(text: str) -> dict[str, float]:
+    """Return XLA's own cost analysis of a program's text."""
+    module = _hlo.hlo_module_from_text(text)
+    found: dict[str, float] = _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
+    return found
+
+
+_MEMORY = re.compile(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def _in_words(target: Slice) -> Iterator[None]:
+    """Say in plain words why the compiler refused."""
+    try:
+        yield
+    except CompileError:
+        raise
+    except Exception as error:
+        if found := _MEMORY.search(str(error)):
+            raise CompileError(
+                f"the step needs {found[1]} of HBM on each device of {target.name}, which has {found[2]}",
+                remedy="take more chips, a smaller batch or smaller tables, or ask for the strategy rematerialise",
+            ) from error
+        raise CompileError(
+            f"XLA cannot compile the step for {target.name}: {type(error).__name__}: {_first_line(error)}",
+            remedy="compile for the CPU (compile.backend: xla) to see whether the step itself is at fault",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
