@@ -8,7 +8,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 # The compiler needs torch and the control plane does without it, so its names are looked up only when asked for.
-_FROM_COMPILER = ("Runner", "StepCompiler", "compile")
+_FROM_COMPILER = ("ParityReport", "Runner", "StepCompiler", "compile", "parity")
 
 
 def __getattr__(name: str) -> Any:

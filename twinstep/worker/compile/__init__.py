@@ -5,6 +5,7 @@ lower, `runner.py` run and commit; `key.py` decides when to compile again. Nothi
 """
 
 from twinstep.worker.compile.key import CompileKey
+from twinstep.worker.compile.parity import ParityReport, parity
 from twinstep.worker.compile.runner import CompileEvent, Runner, StepCompiler, compile
 
-__all__ = ["CompileEvent", "CompileKey", "Runner", "StepCompiler", "compile"]
+__all__ = ["CompileEvent", "CompileKey", "ParityReport", "Runner", "StepCompiler", "compile", "parity"]

@@ -117,6 +117,7 @@ def capture(
     *,
     backend: str,
     strategies: Mapping[str, Strategy],
+    without: frozenset[str] = frozenset(),
 ) -> Captured:
     """Return the step as one functional graph.
 
@@ -127,6 +128,7 @@ def capture(
         decompositions: ATen ops to write in simpler ones; what the backend lowers decides.
         backend: name of what will lower the graph.
         strategies: what was asked for, by name.
+        without: names of passes that are left out.
 
     Raises:
         CaptureError: the step does what one graph cannot hold; the message names file and line.
@@ -140,6 +142,7 @@ def capture(
         num_batch=len(leaves),
         backend=backend,
         strategies=strategies,
+        without=without,
     )
     with fused(attention_as_one_op(context, example)):
         first = _trace_step(flat_step, example, context)

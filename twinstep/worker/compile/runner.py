@@ -156,6 +156,8 @@ class StepCompiler:
         backend: what lowers the graph; `eager` calls `train_step` as it is.
         strategies: what to ask of the compiler; None: DEFAULT_STRATEGIES.
         cache_dir: directory of the cache on disk; None: no cache.
+        in_place: False writes no new state over old inside the program: slower, and without a cache on disk; for
+            finding faults.
         on_start: called with the reason before each compile.
         on_event: called with a CompileEvent after each compile.
     """
@@ -170,6 +172,7 @@ class StepCompiler:
         devices: int = 1,
         strategies: Sequence[Strategy | str] | None = None,
         cache_dir: Path | None = None,
+        in_place: bool = True,
         on_start: Callable[[str], None] | None = None,
         on_event: Callable[[CompileEvent], None] | None = None,
         max_runners: int = MAX_RUNNERS,
@@ -182,7 +185,8 @@ class StepCompiler:
         self._on_start = on_start
         self._on_event = on_event
         self._max_runners = max_runners
-        self._cache_dir = cache_dir
+        self._cache_dir = cache_dir if in_place else None
+        self._in_place = in_place
         self._runners: OrderedDict[CompileKey, Runner] = OrderedDict()
         self._last: CompileKey | None = None
         self.backend_name = backend
@@ -291,7 +295,9 @@ class StepCompiler:
         return lifted
 
     def _lift(self) -> _Lifted:
-        return _Lifted.of(self._model, self._optimizer, self.backend_name, self._cache_dir)
+        return _Lifted.of(
+            self._model, self._optimizer, self.backend_name, cache_dir=self._cache_dir, in_place=self._in_place
+        )
 
     @property
     def state(self) -> TrainState:
@@ -350,13 +356,15 @@ class _Lifted:
     backend: Backend
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: Optimizers, name: BackendName, cache_dir: Path | None) -> _Lifted:
+    def of(
+        cls, model: nn.Module, optimizer: Optimizers, name: BackendName, *, cache_dir: Path | None, in_place: bool
+    ) -> _Lifted:
         state = TrainState(model, optimizer)
         # Each backend's stack takes seconds to import, so only the one asked for is.
         if name == "inductor":
             from twinstep.worker.compile.lower.inductor import InductorBackend
 
-            return cls(state, InductorBackend(state, cache_dir=cache_dir and cache_dir / "inductor"))
+            return cls(state, InductorBackend(state, cache_dir=cache_dir and cache_dir / "inductor", in_place=in_place))
         from twinstep.worker.compile.lower.xla import XlaBackend
 
-        return cls(state, XlaBackend(state, cache_dir=cache_dir and cache_dir / "xla"))
+        return cls(state, XlaBackend(state, cache_dir=cache_dir and cache_dir / "xla", in_place=in_place))

@@ -36,8 +36,9 @@ class InductorBackend:
 
     name = "inductor"
 
-    def __init__(self, state: TrainState, *, cache_dir: Path | None) -> None:
+    def __init__(self, state: TrainState, *, cache_dir: Path | None, in_place: bool = True) -> None:
         self._state = state
+        self._in_place = in_place
         self._cache_dir = cache_dir
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
@@ -51,7 +52,7 @@ class InductorBackend:
             CompileError: Inductor refuses the graph; its first line is part of the message.
         """
         hits = counters["inductor"]["fxgraph_cache_hit"]
-        graph, plan = write_back(captured)
+        graph, plan = write_back(captured, in_place=self._in_place)
         # A ShapeEnv, or Inductor's cache on disk is passed over; static, or it would see symbols in every shape.
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in captured.example]
@@ -133,12 +134,13 @@ class InductorProgram:
         return [value.clone() if index in self._plan.shared else value for index, value in enumerate(outputs)]
 
 
-def write_back(captured: Captured) -> tuple[fx.GraphModule, WriteBack]:
+def write_back(captured: Captured, *, in_place: bool = True) -> tuple[fx.GraphModule, WriteBack]:
     """Return the graph with new state copied over old at its end, and only the user's outputs returned.
 
     A user's output that is (a view of) a placeholder is cloned before the copies, or it would read what they wrote.
     New state that is (a view of) another placeholder (two buffers swapped) is returned and copied after the run:
     Inductor drops clones that are not outputs, so inside the graph the copies would read each other's results.
+    Not `in_place`, all new state is returned and copied after the run.
     """
     graph = fx.GraphModule(captured.graph, _copy(captured.graph.graph))
     nodes = list(graph.graph.nodes)
@@ -158,7 +160,11 @@ def write_back(captured: Captured) -> tuple[fx.GraphModule, WriteBack]:
             if _root(new) in placeholders and new is not placeholders[slot]:
                 late[slot] = graph.graph.call_function(aten.clone.default, (new,))
         for slot, new in enumerate(new_state):
-            if slot not in late and new is not placeholders[slot]:
+            if slot in late or new is placeholders[slot]:
+                continue
+            if not in_place:
+                late[slot] = new
+            else:
                 graph.graph.call_function(aten.copy_.default, (placeholders[slot], new))
     output.args = ((*returned, *late.values()),)
     graph.graph.lint()

@@ -45,8 +45,9 @@ class XlaBackend:
 
     name = "xla"
 
-    def __init__(self, state: TrainState, *, cache_dir: Path | None) -> None:
+    def __init__(self, state: TrainState, *, cache_dir: Path | None, in_place: bool = True) -> None:
         self._live = state
+        self._in_place = in_place
         self.arrays: list[jax.Array] = []
         self._seen: list[tuple[Tensor, int]] = []
         """The live tensors and their versions at the last push or pull: the tensors themselves, since an address or an
@@ -74,7 +75,7 @@ class XlaBackend:
         try:
             with _cache_at(self._cache_dir), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit: checked in _to_jax
-                lowered = jax.jit(as_jax(captured), donate_argnums=0).lower(
+                lowered = jax.jit(as_jax(captured), donate_argnums=0 if self._in_place else ()).lower(
                     self.arrays, rates, batch, constants, self.key
                 )
                 compiled = lowered.compile()

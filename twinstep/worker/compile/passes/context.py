@@ -27,6 +27,8 @@ class PassContext:
     """inductor or xla."""
     strategies: Mapping[str, Strategy] = field(default_factory=dict)
     """What was asked for, by name."""
+    without: frozenset[str] = frozenset()
+    """Names of passes that are left out: to find the one that brings a fault."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What passes found out, by pass name (bytes saved, tables rewritten, why not): `Runner.explain` shows it."""
 

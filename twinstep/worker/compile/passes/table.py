@@ -67,6 +67,8 @@ def run_passes(
     for each in passes:
         if context.backend not in each.backends or (each.strategy and each.strategy not in context.strategies):
             continue
+        if each.name in context.without:
+            continue
         before = Before.of(graph)
         changed[each.name] = each.run(graph, context)
         check(graph, before, each.name, functional=functional)
