@@ -118,6 +118,8 @@ def _compile(compiler: str, source: Path, flags: Sequence[str], path: Path) -> N
                 os.fsync(file.fileno())
             made.replace(path)
     except subprocess.CalledProcessError as error:
-        raise BuildError(f"{compiler} failed on {source.name}: {(error.stderr or '').strip()[:500]}") from error
+        lines = (error.stderr or "").strip().splitlines()
+        said = next((line for line in lines if "error" in line), lines[-1] if lines else "")
+        raise BuildError(f"{compiler} failed on {source.name}: {said[:300]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"cannot build {source.name}: {error}") from error

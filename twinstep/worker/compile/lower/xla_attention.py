@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import torchax
 
+from twinstep.worker.compile.lower import xla_attention_cpu
 from twinstep.worker.ops.hstu_attention import AttentionRule, reference, reference_backward
 
 
@@ -28,6 +29,8 @@ class Lowering:
     """Called as `(q_BSHA, k_BSHA, v_BSHV, prefix_lengths_B, target_lengths_B, n, rule, alpha)`; gives [B, S, H, V]."""
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     """Called as `(grad_BSHV, q_BSHA, …)`, further as above; gives the gradients of q, k and v."""
+    takes: Callable[[jax.Array, jax.Array], bool] = lambda q, v: True
+    """Whether it can run on such a q and v; where not, the reference runs."""
 
 
 def _in_aten(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,8 +45,10 @@ def _in_aten(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 REFERENCE = Lowering(_in_aten(reference), _in_aten(reference_backward))
-LOWERINGS: dict[str, Lowering] = {}
-"""By platform: cpu, tpu."""
+LOWERINGS: dict[str, Lowering] = {
+    "cpu": Lowering(xla_attention_cpu.forward, xla_attention_cpu.backward, xla_attention_cpu.has_kernel),
+}
+"""By platform."""
 
 
 class _Target:
@@ -52,7 +57,10 @@ class _Target:
 
 @contextlib.contextmanager
 def platform(name: str | None) -> Iterator[None]:
-    """Trace for this platform within the block; None: that of JAX's default device. Programs made ahead of time say."""
+    """Trace for this platform within the block; None: that of JAX's default device.
+
+    Programs made ahead of time say theirs; a name without a row, such as "reference", traces the reference.
+    """
     before, _Target.platform = _Target.platform, name
     try:
         yield
@@ -60,8 +68,9 @@ def platform(name: str | None) -> Iterator[None]:
         _Target.platform = before
 
 
-def _lowering() -> Lowering:
-    return LOWERINGS.get(_Target.platform or jax.default_backend(), REFERENCE)
+def _lowering(q: jax.Array, v: jax.Array) -> Lowering:
+    found = LOWERINGS.get(_Target.platform or jax.default_backend(), REFERENCE)
+    return found if found.takes(q, v) else REFERENCE
 
 
 def forward(
@@ -69,7 +78,7 @@ def forward(
 ) -> jax.Array:
     """Lower `twinstep::hstu_attention`; `options` are its rule's fields and alpha."""
     *rule, alpha = options
-    return _lowering().forward(q, k, v, prefix, targets, n, AttentionRule(*rule), alpha)
+    return _lowering(q, v).forward(q, k, v, prefix, targets, n, AttentionRule(*rule), alpha)
 
 
 def backward(
@@ -84,4 +93,4 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Lower `twinstep::hstu_attention_backward`."""
     *rule, alpha = options
-    return _lowering().backward(grad, q, k, v, prefix, targets, n, AttentionRule(*rule), alpha)
+    return _lowering(q, v).backward(grad, q, k, v, prefix, targets, n, AttentionRule(*rule), alpha)
