@@ -25,6 +25,7 @@ import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp import grad_scaler
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
@@ -379,8 +380,14 @@ def _users_place(frames: traceback.StackSummary) -> str:
 
 
 def _capture_error(error: Exception) -> CaptureError:
-    place = _users_place(traceback.extract_tb(error.__traceback__))
+    frames = traceback.extract_tb(error.__traceback__)
+    place = _users_place(frames)
     kind = type(error).__name__
+    if any(frame.filename == grad_scaler.__file__ for frame in frames):
+        return CaptureError(
+            f"GradScaler decides in Python whether to take the step{place}",
+            remedy="use bfloat16, which needs no loss scale: torch.autocast(…, torch.bfloat16) or MixedPrecision()",
+        )
     if "DataDependent" in kind or "data-dependent" in str(error).lower():
         return CaptureError(
             f"the step's control flow or a shape depends on a tensor's values{place}",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -80,6 +81,12 @@ class Quantize(Strategy):
     """Greatest value of the grid."""
     parameters: tuple[str, ...] = ()
     """Patterns (fnmatch) of the parameters' names; none: every embedding table."""
+
+    def __post_init__(self) -> None:
+        if self.num_buckets < 2:
+            raise CompileError(f"num_buckets is {self.num_buckets}", remedy="give at least 2 points: low and high")
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise CompileError(f"low is {self.low} and high {self.high}", remedy="give finite numbers, low below high")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,6 +47,8 @@ OWN_OPS: dict[Any, Callable[..., Any]] = {
     aten.scalar_tensor.default: _scalar_tensor,
     OPERATOR: xla_attention.forward,
     OPERATOR_BACKWARD: xla_attention.backward,
+    aten.clamp_min.default: jnp.maximum,
+    aten.clamp_max.default: jnp.minimum,
 }
 """Ops that torchax lacks, or that it only knows for tensors that move between devices."""
 

@@ -11,6 +11,8 @@ from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.copies import drop_copies, drop_dead, drop_writes
 from twinstep.worker.compile.passes.fused_attention import NAME as FUSED_ATTENTION
 from twinstep.worker.compile.passes.fused_attention import note_attention
+from twinstep.worker.compile.passes.mixed_precision import narrow_products
+from twinstep.worker.compile.passes.quantize import round_parameters
 from twinstep.worker.compile.passes.scalars import drop_profiler_nodes, split_alpha, unread_scalars
 from twinstep.worker.compile.passes.verify import Before, check
 
@@ -40,6 +42,14 @@ FIRST_TRACE_PASSES = (
 PASSES = (
     Pass("drop_writes", drop_writes, keeps_bits=True, why="decomposed batch norm writes to its running statistics"),
     Pass("drop_copies", drop_copies, keeps_bits=True, why="Inductor would drop some after it looked at aliases"),
+    Pass("quantize", round_parameters, keeps_bits=False, why="reads of a rounded parameter", strategy="quantize"),
+    Pass(
+        "mixed_precision",
+        narrow_products,
+        keeps_bits=False,
+        why="matrix products are faster, and what they keep for the backward pass half as large, in bfloat16",
+        strategy="mixed_precision",
+    ),
     Pass("drop_dead", drop_dead, keeps_bits=True, why="what nobody reads need not be compiled"),
     Pass(
         "fused_attention",

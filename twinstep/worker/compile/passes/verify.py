@@ -60,7 +60,7 @@ def check(graph: fx.GraphModule, before: Before, name: str, *, functional: bool)
     try:
         graph.graph.lint()
     except RuntimeError as error:
-        raise _broken(name, f"is malformed: {error}") from error
+        raise _broken(name, f"is malformed: {str(error)[:200].splitlines()[0]}") from error
     _check_ends(graph, before, name)
     if functional:
         changed = [node for node in graph.graph.nodes if before.calls.get(node) != _call(node)]
