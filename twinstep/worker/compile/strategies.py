@@ -26,6 +26,8 @@ class SparseEmbedding(Strategy):
     """Tables get row gradients and row updates wherever that gives the optimizer's own numbers; never rows × dim."""
 
     name: ClassVar[str] = "sparse_embedding"
+    min_rows_per_id: float = 1.0
+    """A table with fewer rows for each id of a batch stays dense: to find out which rows are used would cost more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.state import TrainState
+from twinstep.worker.ops.rows import WRITE_ROWS, WRITE_ROWS_IN_PLACE
 
 aten = torch.ops.aten
 
@@ -165,11 +166,20 @@ def write_back(captured: Captured, *, in_place: bool = True) -> tuple[fx.GraphMo
             if not in_place:
                 late[slot] = new
             else:
-                graph.graph.call_function(aten.copy_.default, (placeholders[slot], new))
+                _write(graph.graph, placeholders[slot], new)
     output.args = ((*returned, *late.values()),)
+    graph.graph.eliminate_dead_code()
     graph.graph.lint()
     graph.recompile()
     return graph, WriteBack(len(outputs), tuple(late), frozenset(shared))
+
+
+def _write(graph: fx.Graph, placeholder: fx.Node, new: fx.Node) -> None:
+    """Write new state over old: all of it, or the rows that changed."""
+    if new.target is WRITE_ROWS and new.args[0] is placeholder:
+        graph.call_function(WRITE_ROWS_IN_PLACE, new.args)
+    else:
+        graph.call_function(aten.copy_.default, (placeholder, new))
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

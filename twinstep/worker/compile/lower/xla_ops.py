@@ -17,8 +17,9 @@ from torchax.ops.mappings import t2j_dtype
 from torchax.ops.ops_registry import all_aten_ops
 
 from twinstep.spec.errors import CompileError
-from twinstep.worker.compile.lower import xla_attention
+from twinstep.worker.compile.lower import xla_attention, xla_rows
 from twinstep.worker.ops.hstu_attention import OPERATOR, OPERATOR_BACKWARD
+from twinstep.worker.ops.rows import SUM_ROWS, UNIQUE_ROWS, WRITE_ROWS
 
 aten = torch.ops.aten
 
@@ -49,6 +50,9 @@ OWN_OPS: dict[Any, Callable[..., Any]] = {
     OPERATOR_BACKWARD: xla_attention.backward,
     aten.clamp_min.default: jnp.maximum,
     aten.clamp_max.default: jnp.minimum,
+    UNIQUE_ROWS: xla_rows.unique_rows,
+    SUM_ROWS: xla_rows.sum_rows,
+    WRITE_ROWS: xla_rows.write_rows,
 }
 """Ops that torchax lacks, or that it only knows for tensors that move between devices."""
 

@@ -14,7 +14,9 @@ from twinstep.worker.compile.passes.fused_attention import note_attention
 from twinstep.worker.compile.passes.mixed_precision import narrow_products
 from twinstep.worker.compile.passes.quantize import round_parameters
 from twinstep.worker.compile.passes.scalars import drop_profiler_nodes, split_alpha, unread_scalars
+from twinstep.worker.compile.passes.sparse_embedding import sparse_embedding
 from twinstep.worker.compile.passes.verify import Before, check
+from twinstep.worker.compile.strategies import SparseEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,13 @@ PASSES = (
         keeps_bits=False,
         why="matrix products are faster, and what they keep for the backward pass half as large, in bfloat16",
         strategy="mixed_precision",
+    ),
+    Pass(
+        "sparse_embedding",
+        sparse_embedding,
+        keeps_bits=False,
+        why="a table's update costs its used rows, not all of them",
+        strategy=SparseEmbedding.name,
     ),
     Pass("drop_dead", drop_dead, keeps_bits=True, why="what nobody reads need not be compiled"),
     Pass(

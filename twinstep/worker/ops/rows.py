@@ -1,0 +1,115 @@
+"""Rows of a table by id: which rows a list of ids names, the sum of their gradients, and writing them back.
+
+Shapes are fixed, so that a compiled step holds them: `n` ids have `n` slots, whatever they repeat. The slots in use
+come first, their rows ascend; a slot that is left over holds a row past the table's end, where nothing is written.
+
+The CPU and CUDA kernels are ATen's; `compile/lower` has what XLA runs. Ids outside of the table get no slot.
+"""
+
+# Shapes: n ids, V rows of a table, D whatever a row holds, flat.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("twinstep::unique_rows", mutates_args=())
+def unique_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the rows that `ids` name, each once.
+
+    Args:
+        ids: [n] int64.
+        num_rows: V.
+
+    Returns:
+        rows: [n] int64; the row of each slot, ascending; slots left over hold V and more.
+        order: [n] int64; positions of the ids, those of one slot side by side, in the order they were given.
+        offsets: [n + 1] int64; slot s has order[offsets[s]:offsets[s + 1]]; slots left over have none.
+    """
+    count = ids.shape[0]
+    inside = (ids >= 0) & (ids < num_rows)
+    # 32 bits, where they do, sort in half the time.
+    narrow = ids.to(torch.int32) if num_rows < torch.iinfo(torch.int32).max else ids
+    keys, order = torch.where(inside, narrow, num_rows).sort(stable=True)
+    named = keys < num_rows
+    first = named.clone()
+    first[1:] &= keys[1:] != keys[:-1]
+    slot = torch.where(first, first.cumsum(0) - 1, count)  # all but a slot's first id go past the end
+    places = torch.arange(count + 1, device=ids.device)
+    rows = (places + num_rows).scatter_(0, slot, keys.to(torch.int64))
+    end = named.sum()
+    offsets = end.repeat(count + 1).scatter_(0, slot, places[:count])
+    offsets[count] = end
+    return rows[:count].clone(), order, offsets
+
+
+@unique_rows.register_fake
+def _(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(ids), torch.empty_like(ids), ids.new_empty(ids.shape[0] + 1)
+
+
+@torch.library.custom_op("twinstep::sum_rows", mutates_args=())
+def sum_rows(values: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    """Add up what the ids of each slot carry, in the order they were given.
+
+    Args:
+        values: [n, D], one row per id.
+        order: [n] int64, from `unique_rows`.
+        offsets: [n + 1] int64, from `unique_rows`.
+
+    Returns:
+        [n, D]; zeros in slots left over.
+    """
+    # A bag per slot: gathers and adds in one pass, in parallel over slots and in one order, hence repeatable.
+    bags: Tensor = torch.ops.aten._embedding_bag_forward_only(
+        values.contiguous(), order, offsets, False, 0, False, None, True, -1
+    )[0]
+    return bags
+
+
+@sum_rows.register_fake
+def _(values: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    return values.new_empty(values.shape)
+
+
+@torch.library.custom_op("twinstep::write_rows_", mutates_args=("table",))
+def write_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Write `values` into the rows of `table` that `rows` name; nothing else of it is read or written.
+
+    Args:
+        table: [V, …].
+        rows: [n] int64, from `unique_rows`; those of V and more are passed over.
+        values: [n, …], the whole new rows.
+    """
+    if table.device.type == "cpu":
+        used = int((rows < table.shape[0]).sum())
+        table.index_put_((rows[:used],), values[:used])
+        return
+    # Elsewhere a count would wait for the device: slots left over write the first slot's row once more.
+    named = rows < table.shape[0]
+    shape = (-1,) + (1,) * (values.dim() - 1)
+    table.index_put_((torch.where(named, rows, rows[:1]),), torch.where(named.view(shape), values, values[:1]))
+
+
+@write_rows_.register_fake
+def _(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("twinstep::write_rows", mutates_args=())
+def write_rows(table: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """Return a copy of `table` with rows written as `write_rows_` does; compiled steps have no such copy."""
+    written = table.clone()
+    write_rows_(written, rows, values)
+    return written
+
+
+@write_rows.register_fake
+def _(table: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    return torch.empty_like(table)
+
+
+UNIQUE_ROWS, SUM_ROWS = torch.ops.twinstep.unique_rows.default, torch.ops.twinstep.sum_rows.default
+WRITE_ROWS, WRITE_ROWS_IN_PLACE = torch.ops.twinstep.write_rows.default, torch.ops.twinstep.write_rows_.default
+"""The operators as a graph holds them."""
