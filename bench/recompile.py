@@ -75,11 +75,11 @@ class Side:
     def cold(self) -> float:
         """Start a job with a cache directory that nobody used."""
         self._round += 1
-        return self._start("cold", want_cache=False)
+        return self._start("cold", want="none")
 
     def warm_start(self) -> float:
         """Start a job with the cache directory of the last cold start."""
-        return self._start("warm_start", want_cache=True)
+        return self._start("warm_start", want="disk")
 
     def known_shape(self) -> float:
         """Return to a shape in the process that stays; its two programs are compiled at the first call."""
@@ -97,14 +97,14 @@ class Side:
         self._resident.call("first")
         self._resident.call("away")
 
-    def _start(self, kind: str, *, want_cache: bool) -> float:
+    def _start(self, kind: str, *, want: str) -> float:
         started = time.perf_counter()
         with self.child(self.folder / str(self._round)) as child:
             found = child.call("first")
             self.process_s[kind].append(time.perf_counter() - started)
-        if found["from_cache"] is not want_cache:
+        if found["cache"] != want:
             raise TrainError(
-                f"a {kind} of {self.backend} was {'not ' if want_cache else ''}answered by the cache on disk",
+                f"a {kind} of {self.backend} was answered by {found['cache']}, not {want}",
                 remedy="compile caches must be empty for a cold start and kept for a warm one; nothing else may "
                 "write to the temporary directory",
             )

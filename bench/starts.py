@@ -28,7 +28,7 @@ class Start:
     def first(self) -> dict[str, Any]:
         """Compile and run one step; return its seconds and whether the cache on disk answered."""
         seconds = self._timed(self._batch)
-        return {"seconds": seconds, "from_cache": self._events[-1].from_cache, "nodes": self._events[-1].nodes}
+        return {"seconds": seconds, "cache": self._events[-1].cache, "nodes": self._events[-1].nodes}
 
     def away(self) -> None:
         """Run one step at the other shape."""

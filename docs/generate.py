@@ -50,9 +50,21 @@ EVENTS = (
         "compiled",
         "worker",
         "The step was compiled for the first time in this run.",
-        "`step`, `reason`, `seconds`, `capture_seconds`, `backend`, `from_cache`, `key`, `nodes`, `sizes`",
+        "`step`, `reason`, `seconds`, `capture_seconds`, `backend`, `cache`, `key`, `nodes`, `sizes`",
     ),
     ("recompiled", "worker", "The step was compiled again; the reason names what changed.", "as for `compiled`"),
+    (
+        "recompile_storm",
+        "worker",
+        "The step keeps being compiled; the reason names what keeps changing and what to do.",
+        "`step`, `field`, `compiles`, `steps`",
+    ),
+    (
+        "cache_unusable",
+        "worker",
+        "Compiled programs cannot be kept on disk, or those there not be trusted; the run goes on without.",
+        "`step`",
+    ),
     (
         "evaluated",
         "worker",

@@ -43,9 +43,9 @@ def check(found: dict[str, Any]) -> None:
 class Answers:
     """A child's answers, known beforehand, where what is made of them needs no compile."""
 
-    def __init__(self, *, from_cache: bool, compiles: int = 2) -> None:
+    def __init__(self, *, cache: str, compiles: int = 2) -> None:
         self._answers = {
-            "first": {"seconds": 2.0, "from_cache": from_cache, "nodes": 10},
+            "first": {"seconds": 2.0, "cache": cache, "nodes": 10},
             "away": None,
             "back": {"seconds": 0.5, "compiles": compiles},
         }
@@ -99,22 +99,22 @@ def side_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **answers: Any) -
 
 
 def test_a_cold_start_that_a_cache_answered_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    side = side_with(tmp_path, monkeypatch, from_cache=True)
+    side = side_with(tmp_path, monkeypatch, cache="disk")
     with pytest.raises(TrainError, match="cold of xla was answered"):
         side.cold()
     assert side.warm_start() == 2.0
 
 
 def test_a_warm_start_that_compiled_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    side = side_with(tmp_path, monkeypatch, from_cache=False)
+    side = side_with(tmp_path, monkeypatch, cache="none")
     assert side.cold() == 2.0
-    with pytest.raises(TrainError, match="warm_start of xla was not answered"):
+    with pytest.raises(TrainError, match="warm_start of xla was answered by none"):
         side.warm_start()
 
 
 def test_a_known_shape_that_was_compiled_again_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for compiles in (2, 3):
-        side = side_with(tmp_path, monkeypatch, from_cache=False, compiles=compiles)
+        side = side_with(tmp_path, monkeypatch, cache="none", compiles=compiles)
         with contextlib.ExitStack() as stack:
             side.enter(stack)
             if compiles == 2:

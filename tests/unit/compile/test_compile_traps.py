@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import twinstep
 from twinstep.spec.errors import CaptureError, CompileError, DataError, TwinstepError
 from twinstep.worker.compile import StepCompiler
-from twinstep.worker.compile.key import code_digest
+from twinstep.worker.compile.code import code_digest
 from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.table import PASSES, Pass, run_passes
 from twinstep.worker.compile.state import STARTS_FROM_ZERO

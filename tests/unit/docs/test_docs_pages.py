@@ -15,7 +15,7 @@ import pytest
 from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import validate_spec
-from twinstep.worker.compile import CompileEvent
+from twinstep.worker.compile import CompileEvent, CompileWarning
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(
@@ -93,7 +93,7 @@ def test_the_rules_between_fields_are_the_codes(spec: dict[str, object]) -> None
 
 
 def test_the_table_of_events_names_those_that_the_code_writes(generate: ModuleType) -> None:
-    written = set(get_args(get_type_hints(CompileEvent)["name"]))
+    written = {name for kind in (CompileEvent, CompileWarning) for name in get_args(get_type_hints(kind)["name"])}
     for path in (ROOT / "twinstep/worker").rglob("*.py"):
         written |= set(re.findall(r'\.event\(\s*"(\w+)"', path.read_text()))
     for path in (ROOT / "twinstep/platform/store").glob("*.py"):

@@ -24,7 +24,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import grad_scaler
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -76,6 +76,9 @@ class Captured:
     num_rates: int
     num_batch: int
     constants: tuple[Tensor, ...]
+    live: frozenset[int]
+    """Constants, by position, that are tensors the step reads from elsewhere (a closure, a global, an attribute); the
+    others were made by the step or a pass and are the same in every trace."""
     outputs: OutputTree
     example: tuple[Tensor, ...]
     """One tensor per placeholder: the shapes and dtypes the graph was made for."""
@@ -147,6 +150,7 @@ def capture(
     )
     with fused(attention_as_one_op(context, example)):
         first = _trace_step(flat_step, example, context)
+    closed_over = _storages(first) - set(map(_memory, flat_step.lines.made))
     with fx_traceback.preserve_node_meta():  # an Interpreter, since only one hands on what a node knows: its stage
         second = make_fx(
             functionalize(fx.Interpreter(first).run, remove="mutations"),
@@ -165,6 +169,7 @@ def capture(
         num_rates=len(state.learning_rates()),
         num_batch=len(leaves),
         constants=constants,
+        live=frozenset(index for index, each in enumerate(constants) if _memory(each) in closed_over),
         outputs=flat_step.outputs,
         example=(*example, *constants),
         context=context,
@@ -178,6 +183,18 @@ def _without_values(example: list[Tensor]) -> list[Tensor]:
         return example
     with FakeTensorMode(allow_non_fake_inputs=True):
         return [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cpu") for each in example]
+
+
+def _storages(graph: fx.GraphModule) -> set[int]:
+    """Return the memory of the tensors that a graph holds as attributes."""
+    held = [vars(graph).get(str(node.target)) for node in graph.graph.nodes if node.op == "get_attr"]
+    held += [buffer for _, buffer in graph.named_buffers()]
+    return {_memory(each) for each in held if isinstance(each, Tensor)}
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return where a tensor's values are; 0: it has none."""
+    return 0 if isinstance(tensor, FakeTensor) or tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
 class _FlatStep:
@@ -285,6 +302,8 @@ class _UserLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[Tensor] = []
+        """Tensors that the step makes of Python values."""
         self._reads: list[str] = []
         self._refused: CaptureError | None = None
 
@@ -296,6 +315,8 @@ class _UserLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             self._reads.append(_users_place(traceback.extract_stack()))
+        elif func is torch.ops.aten.lift_fresh.default:
+            self.made.append(args[0])
         result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, Tensor) and any(isinstance(size, torch.SymInt) for size in each.shape):

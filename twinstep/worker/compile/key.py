@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import enum
 import functools
 import hashlib
 import importlib.metadata
-import types
+import os
+import platform
+import shlex
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from twinstep.worker.compile.code import plain
 from twinstep.worker.compile.state import TrainState
 
 Shape = tuple[int, ...]
 TensorInfo = tuple[str, Shape, str]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CompileKey:
     """What a compiled step was made for. Field order is the order in which reasons are given."""
 
@@ -33,25 +36,33 @@ class CompileKey:
     """Name, shape and dtype of every parameter (tables among them; frozen ones say so), buffer, optimizer tensor."""
     batch: tuple[TensorInfo, ...]
     """Path, shape and dtype of every batch leaf."""
+    structure: str
+    """The containers that hold the batch's leaves: code may ask whether one is a list or a tuple."""
     hyperparameters: tuple[str, ...]
     """Optimizer settings that are built into the program (betas, eps, …); learning rates are not."""
     modules: tuple[tuple[str, str], ...]
     """Plain attributes of every module, which its forward may read: `training`, a dropout's `p`, a norm's `eps`."""
     ambient: tuple[tuple[str, str], ...]
-    """What surrounds the step: autocast and the default dtype."""
+    """What surrounds the step: autocast, the default dtype, how exact and how repeatable products must be."""
     backend: str
     strategies: tuple[str, ...]
     """What the compiler was asked for, settings included."""
     step: str
-    """Digest of the train step's and the model's code."""
+    """Digest of the code the train step and the model reach, see `code.py`."""
     threads: int
     """CPU threads: Inductor's code is made for a number of them."""
     versions: tuple[tuple[str, str], ...]
+    """Of the libraries, the compiler's own source, the C++ compiler and the processor."""
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The whole key as text, the same in every process: what entries on disk are compared by."""
+        return repr(self)
 
     @property
     def digest(self) -> str:
         """16 hex digits that stand for the key in logs and events."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
 def reason(before: CompileKey | None, now: CompileKey) -> str:
@@ -63,6 +74,18 @@ def reason(before: CompileKey | None, now: CompileKey) -> str:
         if old != new:
             return _difference(field.name, old, new)
     return "same key"
+
+
+def changes(before: CompileKey, now: CompileKey) -> tuple[tuple[str, str], ...]:
+    """Return what differs as pairs of the first field that does and the names in it."""
+    for field in fields(CompileKey):
+        old, new = getattr(before, field.name), getattr(now, field.name)
+        if old != new:
+            if not isinstance(old, tuple) or field.name in ("hyperparameters", "strategies"):
+                return ((field.name, field.name),)
+            was, is_now = ({each[0]: each[1:] for each in info} for info in (old, new))
+            return tuple((field.name, name) for name in {**was, **is_now} if was.get(name) != is_now.get(name))
+    return ()
 
 
 def _difference(field: str, old: Any, new: Any) -> str:
@@ -85,6 +108,8 @@ def _difference(field: str, old: Any, new: Any) -> str:
     if field == "strategies":
         gone, came = sorted(set(old) - set(new)), sorted(set(new) - set(old))
         return f"strategies {', '.join(gone) or 'none'} → {', '.join(came) or 'none'}"
+    if field == "structure":
+        return "the batch's containers changed"
     if field == "step":
         return "the train step's or the model's code changed"
     return f"{field} {old} → {new}"
@@ -96,8 +121,10 @@ def _info(info: tuple[Shape, str] | None) -> str:
 
 def tensor_info(name: str, tensor: Tensor, *, frozen: bool = False) -> TensorInfo:
     """Return what a key holds of a tensor."""
-    dtype = _dtype_name(tensor.dtype)
-    return name, tuple(tensor.shape), f"{dtype}, frozen" if frozen else dtype
+    kind = _dtype_name(tensor.dtype)
+    if tensor.device.type != "cpu":
+        kind += f" on {tensor.device}"
+    return name, tuple(tensor.shape), f"{kind}, frozen" if frozen else kind
 
 
 @functools.cache
@@ -107,55 +134,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def state_info(state: TrainState) -> tuple[TensorInfo, ...]:
     """Return what a key holds of the state."""
-    return tuple(
-        tensor_info(slot.path, tensor, frozen=slot.role == "parameter" and not tensor.requires_grad)
-        for slot, tensor in zip(state.slots, state.live(), strict=True)
-    )
-
-
-def code_digest(*functions: Any) -> str:
-    """Return a digest of functions' code, nested functions included, and of the plain values they close over."""
-    found = hashlib.sha256()
-    for function in functions:
-        while isinstance(function, functools.partial):
-            found.update(repr(plain((function.args, function.keywords))).encode())
-            function = function.func
-        found.update(getattr(function, "__qualname__", type(function).__qualname__).encode())
-        if (code := getattr(function, "__code__", None)) is not None:
-            _add_code(found, code)
-        for cell in getattr(function, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # a name that has no value yet
-                found.update(repr(plain(cell.cell_contents)).encode())
-    return found.hexdigest()[:16]
-
-
-def _add_code(found: hashlib._Hash, code: types.CodeType) -> None:
-    found.update(code.co_code + repr(code.co_names).encode())
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            _add_code(found, constant)
-        else:
-            found.update(repr(plain(constant)).encode())
-
-
-def plain(value: Any, depth: int = 3) -> Any:
-    """Return a value whose text is the same in every process: plain values, and containers and objects of them.
-
-    Tensors and modules become their type's name (their contents are state), functions their own; objects are looked
-    into `depth` levels deep.
-    """
-    if value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum | torch.dtype | torch.device):
-        return value
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, Tensor | nn.Module) or depth == 0:
-        return type(value).__qualname__
-    if isinstance(value, tuple | list | set | frozenset):
-        return type(value).__name__, [plain(each, depth - 1) for each in value]
-    if isinstance(value, dict):
-        return [(plain(name), plain(each, depth - 1)) for name, each in value.items()]
-    attributes = getattr(value, "__dict__", {})
-    return type(value).__qualname__, [(name, plain(each, depth - 1)) for name, each in attributes.items()]
+    found = []
+    for slot, tensor in zip(state.slots, state.live(), strict=True):
+        name, shape, kind = tensor_info(slot.path, tensor, frozen=slot.role == "parameter" and not tensor.requires_grad)
+        # Programs are made for one layout of memory.
+        found.append((name, shape, kind if tensor.is_contiguous() else f"{kind}, strides {tensor.stride()}"))
+    return tuple(found)
 
 
 def module_settings(model: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -164,14 +148,14 @@ def module_settings(model: nn.Module) -> tuple[tuple[str, str], ...]:
         (f"{path}.{name}" if path else name, str(value) if type(value) in _SIMPLE else repr(plain(value)))
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in _TORCHS_OWN or (name in _HOOKS and value)
+        if name not in OWN_ATTRIBUTES or (name in HOOKS and value)
     )
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SIMPLE = (bool, int, float)
 
-_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+OWN_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes every module has: registries of parameters, buffers, hooks and children."""
 
 
@@ -180,12 +164,64 @@ def ambient() -> tuple[tuple[str, str], ...]:
     return (
         ("autocast", str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "off"),
         ("default dtype", str(torch.get_default_dtype())),
+        ("matmul precision", torch.get_float32_matmul_precision()),
+        ("deterministic", str(torch.are_deterministic_algorithms_enabled())),
     )
 
 
 def versions(names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Return the installed versions of distributions, by name."""
-    return tuple((name, importlib.metadata.version(name)) for name in names)
+    """Return what a program is built with and for, by name: distributions, our own source, compiler, processor.
+
+    A distribution that is not installed is `none`.
+    """
+    return (
+        *((name, _version(name)) for name in names),
+        ("twinstep compiler", _own_source()),
+        ("C++", _cxx()),
+        ("processor", _processor()),
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+@functools.cache
+def _own_source() -> str:
+    """Return a digest of the compiler's source and the operators': they decide what a step becomes."""
+    here = Path(__file__).parent
+    found = hashlib.sha256()
+    for folder in (here, here.parent / "ops"):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".cpp", ".h"):
+                found.update(f"{path.relative_to(here.parent)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+@functools.cache
+def _cxx() -> str:
+    """Return the first line that the C++ compiler says of itself."""
+    command = [*shlex.split(os.environ.get("CXX") or "g++"), "--version"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return "none"
+    return (said.stdout.splitlines() or ["none"])[0]
+
+
+@functools.cache
+def _processor() -> str:
+    """Return the kind of processor and a digest of what it can do: code is made for its very instructions."""
+    flags = ""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        pass
+    return f"{platform.machine()} {hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
 def named_sizes(sizes: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:

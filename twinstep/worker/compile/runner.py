@@ -11,19 +11,24 @@ import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
+from twinstep.worker.compile.code import Reach
+from twinstep.worker.compile.events import CompileEvent, CompileWarning
+from twinstep.worker.compile.kept import Kept, pack, unpack
 from twinstep.worker.compile.key import (
+    HOOKS,
+    OWN_ATTRIBUTES,
     CompileKey,
     ambient,
-    code_digest,
     cpu_threads,
     module_settings,
     named_sizes,
@@ -32,50 +37,15 @@ from twinstep.worker.compile.key import (
     tensor_info,
     versions,
 )
+from twinstep.worker.compile.program import Backend, Program
+from twinstep.worker.compile.stamp import Stamp
 from twinstep.worker.compile.state import Optimizers, TrainState
+from twinstep.worker.compile.store import MAX_BYTES, ProgramStore
+from twinstep.worker.compile.storm import MAX_COMPILES, WINDOW, StormWatch
 from twinstep.worker.compile.strategies import Strategy, resolve
 
 BackendName = Literal["inductor", "xla", "eager"]
 MAX_RUNNERS = 8  # programs kept in memory; an executable and its workspace are tens of MB
-
-
-class Program(Protocol):
-    """What a backend makes of a captured step."""
-
-    from_cache: bool
-
-    def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]: ...
-
-
-class Backend(Protocol):
-    """What lowers captured steps and owns their state between steps."""
-
-    name: str
-
-    def decompositions(self) -> dict[Any, Callable[..., Any]]: ...
-
-    def lower(self, captured: Captured) -> Program: ...
-
-    def pull(self) -> None: ...
-
-    def push(self) -> None: ...
-
-    def go_on_from(self, before: Any) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompileEvent:
-    """One compile: why, how long, and whether a cache answered."""
-
-    name: Literal["compiled", "recompiled"]
-    reason: str
-    seconds: float
-    capture_seconds: float
-    backend: str
-    from_cache: bool
-    key: str
-    nodes: int
-    sizes: dict[str, int] = field(default_factory=dict)
 
 
 class Runner:
@@ -87,20 +57,35 @@ class Runner:
 
     def __init__(
         self,
-        program: Program,
-        captured: Captured,
+        made: _Made,
         lifted: _Lifted,
         model: nn.Module,
         key: CompileKey,
         batch_spec: pytree.TreeSpec,
+        capture_again: Callable[[], Captured],
     ) -> None:
         self.key = key
-        self.captured = captured
-        self._program = program
+        self.batch_spec = batch_spec
+        self._program = made.program
+        self._kept = made.kept
+        self._captured = made.captured
         self._lifted = lifted
         self._model = model
-        self._batch_spec = batch_spec
+        self._capture_again = capture_again
+        self._batch_info = tuple((shape, getattr(torch, dtype)) for _, shape, dtype in key.batch)
         self._standing = standing(lifted.state, model)
+
+    @property
+    def captured(self) -> Captured:
+        """The step's graph; traced now, which takes seconds, where the program came from disk.
+
+        Raises:
+            CompileError: model or optimizer are no longer what this was compiled for.
+        """
+        if self._captured is None:
+            self._check_standing()
+            self._captured = self._capture_again()
+        return self._captured
 
     def __call__(self, batch: Any) -> Any:
         """Run one step on `batch`.
@@ -109,6 +94,10 @@ class Runner:
             CompileError: the batch, or the model and optimizer, differ from what this was compiled for; nothing was
                 changed.
         """
+        self._check_standing()
+        return self.run(batch)
+
+    def _check_standing(self) -> None:
         now = standing(self._lifted.state, self._model)
         if now != self._standing:
             was = dataclasses.replace(self.key, **self._standing)
@@ -116,7 +105,6 @@ class Runner:
                 f"compiled for something else: {reason(was, dataclasses.replace(self.key, **now))}",
                 remedy="undo the change, compile anew, or use a StepCompiler, which compiles again by itself",
             )
-        return self.run(batch)
 
     def run(self, batch: Any) -> Any:
         """Run one step on `batch`, for a caller that knows that model and optimizer are as they were.
@@ -124,19 +112,25 @@ class Runner:
         Raises:
             CompileError: the batch differs from the example in structure, shape or dtype; nothing was changed.
         """
-        leaves, paths, spec = batch_leaves(batch)
-        if spec != self._batch_spec:
+        leaves, spec = pytree.tree_flatten(batch)
+        if spec != self.batch_spec:
             raise CompileError(
                 "the batch's structure differs from the example's", remedy="give the fields the example had"
             )
+        if batch_info(leaves) != self._batch_info:
+            self._refuse(batch)
+        # Programs are made for one layout of memory.
+        outputs = self._program(self._lifted.state.learning_rates(), [leaf.detach().contiguous() for leaf in leaves])
+        return self._kept.outputs.rebuild(outputs)
+
+    def _refuse(self, batch: Any) -> None:
+        leaves, paths, _ = batch_leaves(batch)
         for path, leaf, (_, shape, dtype) in zip(paths, leaves, self.key.batch, strict=True):
             if tensor_info(path, leaf)[1:] != (shape, dtype):
                 raise CompileError(
                     f"batch leaf {path} is {list(leaf.shape)} {leaf.dtype}, compiled for {list(shape)} {dtype}",
                     remedy="pad to the compiled shape, or call the StepCompiler, which compiles again",
                 )
-        outputs = self._program(self._lifted.state.learning_rates(), leaves)
-        return self.captured.outputs.rebuild(outputs)
 
     def pull(self) -> None:
         """Bring the live model and optimizers up to date; with backends that work in place, nothing is to do."""
@@ -158,8 +152,12 @@ class StepCompiler:
         cache_dir: directory of the cache on disk; None: no cache.
         in_place: False writes no new state over old inside the program: slower, and without a cache on disk; for
             finding faults.
+        cache_max_bytes: what programs on disk may take together.
         on_start: called with the reason before each compile.
         on_event: called with a CompileEvent after each compile.
+        on_warning: called with a CompileWarning.
+        max_runners: programs kept in memory.
+        storm: how many compiles in how many steps are too many.
     """
 
     def __init__(
@@ -173,9 +171,12 @@ class StepCompiler:
         strategies: Sequence[Strategy | str] | None = None,
         cache_dir: Path | None = None,
         in_place: bool = True,
+        cache_max_bytes: int = MAX_BYTES,
         on_start: Callable[[str], None] | None = None,
         on_event: Callable[[CompileEvent], None] | None = None,
+        on_warning: Callable[[CompileWarning], None] | None = None,
         max_runners: int = MAX_RUNNERS,
+        storm: tuple[int, int] = (MAX_COMPILES, WINDOW),
     ) -> None:
         self._step = train_step
         self._model = model
@@ -184,17 +185,24 @@ class StepCompiler:
         self._strategies = resolve(strategies)
         self._on_start = on_start
         self._on_event = on_event
+        self._on_warning = on_warning
         self._max_runners = max_runners
         self._cache_dir = cache_dir if in_place else None
         self._in_place = in_place
+        self._store: ProgramStore | None = None
+        if cache_dir is not None and in_place:
+            self._store = ProgramStore(cache_dir / "programs", max_bytes=cache_max_bytes, warn=self._cache_unusable)
         self._runners: OrderedDict[CompileKey, Runner] = OrderedDict()
         self._last: CompileKey | None = None
+        self._storm = StormWatch(max_compiles=storm[0], window=storm[1])
         self.backend_name = backend
         self.compile_seconds = 0.0
         # Eager steps live on the model and the optimizers themselves; nothing is lifted out.
         self._lifted = None if backend == "eager" else self._lift()
-        self._code = code_digest(train_step, *(type(module).forward for module in model.modules()))
         self._versions = versions(_STACK[backend])
+        self._stamp: Stamp | None = None
+        self._known: dict[Any, Runner] = {}
+        """Runners by the look of their batches, as long as the stamp is fresh."""
 
     def __call__(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Any:
         """Run one step, compiling first at a key not seen before; `sizes` names the batch's sizes for the reason."""
@@ -214,17 +222,102 @@ class StepCompiler:
         Raises:
             CompileError: the step cannot be captured or lowered; model and optimizer are as they were.
         """
+        self._storm.step()
+        leaves, spec = pytree.tree_flatten(batch)
+        look = (named_sizes(sizes), batch_info(leaves))
+        if self._stamp is not None and self._stamp.fresh():
+            runner = self._known.get(look)
+            if runner is not None and runner.batch_spec == spec:
+                return self._found(runner)
+        else:
+            self._known.clear()
+            self._stamp = None
         lifted = self._lift_again_where_outdated()
         key = self.key(batch, sizes=sizes)
-        if key in self._runners:
-            self._runners.move_to_end(key)
-            self._last = key
-            return self._runners[key]
+        runner = self._found(self._runners[key]) if key in self._runners else self._new(key, batch, lifted)
+        if self._stamp is None:
+            self._stamp = Stamp(lifted.state, self._model, self._reach)
+        self._known[look] = runner
+        return runner
+
+    def _found(self, runner: Runner) -> Runner:
+        self._runners.move_to_end(runner.key)
+        self._last = runner.key
+        return runner
+
+    def _new(self, key: CompileKey, batch: Any, lifted: _Lifted) -> Runner:
         why = reason(self._last, key)
         if self._on_start:
             self._on_start(why)
         started = time.perf_counter()
-        captured = capture(
+        made = self._obtain(key, batch, lifted)
+        seconds = time.perf_counter() - started
+        spec = pytree.tree_structure(batch)
+        runner = Runner(made, lifted, self._model, key, spec, self._capture_like(batch, lifted))
+        event = CompileEvent(
+            name="compiled" if self._last is None else "recompiled",
+            reason=why,
+            seconds=seconds,
+            capture_seconds=made.capture_seconds,
+            backend=lifted.backend.name,
+            cache=made.cache,
+            key=key.digest,
+            nodes=made.kept.nodes,
+            sizes=dict(key.sizes),
+        )
+        storm = self._storm.compiled(self._last, key)
+        self._remember(key, runner)
+        self.compile_seconds += seconds
+        if self._on_event:
+            self._on_event(event)
+        if storm and self._on_warning:
+            data = {"field": storm.field, "compiles": storm.compiles, "steps": storm.steps}
+            self._on_warning(CompileWarning(name="recompile_storm", text=storm.text, data=data))
+        return runner
+
+    def _obtain(self, key: CompileKey, batch: Any, lifted: _Lifted) -> _Made:
+        """Return a program from disk, or one compiled now and put there; one process at a time compiles a key."""
+        if self._store is None:
+            return self._compile(batch, lifted)
+        made = self._from_disk(self._store, key, lifted)
+        if made is not None:
+            return made
+        with self._store.lock(key.text):
+            made = self._from_disk(self._store, key, lifted)  # whoever had the lock may have made it
+            if made is None:
+                made = self._compile(batch, lifted)
+                parts = lifted.backend.save(made.program) if made.kept.storable else None
+                entry = None if parts is None else pack(made.kept, parts)
+                if entry is not None:
+                    self._store.put(key.text, entry)
+        return made
+
+    def _from_disk(self, store: ProgramStore, key: CompileKey, lifted: _Lifted) -> _Made | None:
+        parts = store.get(key.text)
+        if parts is None:
+            return None
+        try:
+            found = unpack(parts, self._reach.tensors)
+            if found is None:
+                return None
+            kept, backend_parts = found
+            return _Made(lifted.backend.load(backend_parts, kept.constants), kept, "disk")
+        except CompileError:
+            raise
+        except Exception:  # whatever unpickling, a linker or XLA may raise: the entry is for another machine or version
+            store.drop(key.text)
+            return None
+
+    def _compile(self, batch: Any, lifted: _Lifted) -> _Made:
+        started = time.perf_counter()
+        captured = self._capture(batch, lifted)
+        seconds = time.perf_counter() - started
+        program = lifted.backend.lower(captured)
+        kept = Kept.of(captured, self._reach.tensors)
+        return _Made(program, kept, "backend" if program.from_cache else "none", captured, seconds)
+
+    def _capture(self, batch: Any, lifted: _Lifted) -> Captured:
+        return capture(
             self._step,
             lifted.state,
             self._optimizer,
@@ -233,39 +326,31 @@ class StepCompiler:
             backend=lifted.backend.name,
             strategies=self._strategies,
         )
-        capture_seconds = time.perf_counter() - started
-        program = lifted.backend.lower(captured)
-        seconds = time.perf_counter() - started
-        runner = Runner(program, captured, lifted, self._model, key, batch_leaves(batch)[2])
-        event = CompileEvent(
-            name="compiled" if self._last is None else "recompiled",
-            reason=why,
-            seconds=seconds,
-            capture_seconds=capture_seconds,
-            backend=lifted.backend.name,
-            from_cache=program.from_cache,
-            key=key.digest,
-            nodes=len(captured.graph.graph.nodes),
-            sizes=dict(key.sizes),
-        )
-        self._remember(key, runner)
-        self.compile_seconds += seconds
-        if self._on_event:
-            self._on_event(event)
-        return runner
+
+    def _capture_like(self, batch: Any, lifted: _Lifted) -> Callable[[], Captured]:
+        """Return what captures the step for batches like this one, without holding on to its values."""
+        like = pytree.tree_map_only(Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), batch)
+
+        def again() -> Captured:
+            zeros = pytree.tree_map_only(Tensor, lambda leaf: torch.zeros_like(leaf, device="cpu"), like)
+            return self._capture(zeros, lifted)
+
+        return again
 
     def key(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> CompileKey:
         """Return the CompileKey of a step on `batch` as model and optimizers stand now."""
         state = self._need_lifted().state
-        leaves, paths, _ = batch_leaves(batch)
+        self._reach = reach(self._step, self._model, state)
+        leaves, paths, spec = batch_leaves(batch)
         return CompileKey(
             sizes=named_sizes(sizes),
             devices=self._devices,
             **standing(state, self._model),
             batch=tuple(tensor_info(path, leaf) for path, leaf in zip(paths, leaves, strict=True)),
+            structure=str(spec),
             backend=self.backend_name,
             strategies=tuple(sorted(repr(each) for each in self._strategies.values())),
-            step=self._code,
+            step=self._reach.digest,
             threads=cpu_threads(),
             versions=self._versions,
         )
@@ -313,7 +398,12 @@ class StepCompiler:
         self._runners[key] = runner
         self._last = key
         while len(self._runners) > self._max_runners:
-            self._runners.popitem(last=False)
+            _, gone = self._runners.popitem(last=False)
+            self._known = {look: each for look, each in self._known.items() if each is not gone}
+
+    def _cache_unusable(self, problem: str) -> None:
+        if self._on_warning:
+            self._on_warning(CompileWarning(name="cache_unusable", text=f"{problem}; steps are compiled without it"))
 
 
 def compile(
@@ -335,6 +425,24 @@ def compile(
     return compiler.runner(example_batch)
 
 
+def batch_info(leaves: Sequence[Any]) -> tuple[tuple[Any, Any], ...]:
+    """Return shape and dtype of each leaf; one that is no tensor has neither."""
+    return tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
+
+
+def reach(train_step: TrainStep, model: nn.Module, state: TrainState) -> Reach:
+    """Return what code a step can reach: its own, the classes' along the tree of modules, the optimizers'."""
+    roots: dict[str, Any] = {"step": train_step}
+    for path, module in model.named_modules():
+        roots[f"{path}:"] = module
+        for name, value in vars(module).items():
+            if name not in OWN_ATTRIBUTES or (name in HOOKS and value):
+                roots[f"{path}:{name}"] = value
+    for name, optimizer in state.optimizers.items():
+        roots[f"optimizer {name}"] = optimizer
+    return Reach(roots, own=model)
+
+
 def standing(state: TrainState, model: nn.Module) -> dict[str, Any]:
     """Return the fields of a key that model, optimizers and surroundings decide, as they stand now."""
     return {
@@ -346,6 +454,17 @@ def standing(state: TrainState, model: nn.Module) -> dict[str, Any]:
 
 
 _STACK = {"inductor": ("torch",), "xla": ("torch", "torchax", "jax", "jaxlib"), "eager": ("torch",)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A program, where it came from, and what goes with it."""
+
+    program: Program
+    kept: Kept
+    cache: Literal["none", "disk", "backend"]
+    captured: Captured | None = None
+    capture_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import BaselineScore, RunSummary
-from twinstep.worker.compile import CompileEvent, Runner, StepCompiler
+from twinstep.worker.compile import CompileEvent, CompileWarning, Runner, StepCompiler
 from twinstep.worker.data.baselines import baseline_aucs
 from twinstep.worker.data.batch import Batch, BatchStats
 from twinstep.worker.data.datasets import load_dataset
@@ -31,6 +31,7 @@ from twinstep.worker.train.stop import StopSignal
 from twinstep.worker.train.versions import software_versions
 
 PROGRESS_EVERY = 1.0  # seconds between progress records
+SOURCES = {"none": "anew", "disk": "from disk", "backend": "traced anew, from the backend's cache"}
 SPEED_WINDOW = 20  # steps that the reported speed is averaged over
 
 
@@ -66,6 +67,7 @@ class Trainer:
             cache_dir=cache_directory(spec),
             on_start=self._compiling,
             on_event=self._compiled,
+            on_warning=self._warned,
         )
         self._sizes = {
             "batch_size": spec.data.batch_size,
@@ -201,10 +203,14 @@ class Trainer:
 
     def _compiled(self, event: CompileEvent) -> None:
         self._stop.end_between_steps()
-        source = "from cache" if event.from_cache else "anew"
+        source = SOURCES[event.cache]
         text = f"{event.reason}: {event.seconds:.1f} s on {event.backend} ({event.nodes} nodes, {source})"
         self._reporter.event(event.name, text, {"step": self.step, **dataclasses.asdict(event)})
         self._view.say(f"{event.name}: {text}")
+
+    def _warned(self, warning: CompileWarning) -> None:
+        self._reporter.event(warning.name, warning.text, {"step": self.step, **warning.data})
+        self._view.say(f"{warning.name}: {warning.text}")
 
     def _summary(self, scores: Scores) -> RunSummary:
         first = next(iter(scores.tasks.values()))

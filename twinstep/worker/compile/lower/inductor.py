@@ -6,9 +6,11 @@ Inductor's code asserts sizes and strides at each call but not dtypes; the Runne
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.lower.inductor_code import load_code, save_code
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.ops.rows import WRITE_ROWS, WRITE_ROWS_IN_PLACE
 
@@ -74,6 +77,19 @@ class InductorBackend:
         cached = counters["inductor"]["fxgraph_cache_hit"] > hits
         return InductorProgram(compiled, plan, self._state, captured.constants, from_cache=cached)
 
+    def save(self, program: InductorProgram) -> dict[str, bytes] | None:
+        """Return the parts `load` makes the program of in another process; None: it cannot be carried so."""
+        code = save_code(program.code)
+        if code is None:
+            return None
+        return {"plan": json.dumps(program.plan.as_json()).encode()} | {f"code/{name}": code[name] for name in code}
+
+    def load(self, parts: Mapping[str, bytes], constants: Sequence[Tensor]) -> InductorProgram:
+        """Return the program that `save` made parts of; raises whatever a damaged one does."""
+        code = {name.removeprefix("code/"): part for name, part in parts.items() if name.startswith("code/")}
+        plan = WriteBack.from_json(json.loads(parts["plan"]))
+        return InductorProgram(load_code(code), plan, self._state, constants, from_cache=True)
+
     def pull(self) -> None:
         """Do nothing: the live tensors are the state."""
 
@@ -111,15 +127,24 @@ class WriteBack:
     shared: frozenset[int]
     """User's outputs that may share memory with the new state, which the next step overwrites."""
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        return dataclasses.asdict(self) | {"shared": sorted(self.shared)}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> WriteBack:
+        """Return the plan that `as_json` wrote."""
+        return cls(found["num_outputs"], tuple(found["late"]), frozenset(found["shared"]))
+
 
 class InductorProgram:
     """A compiled step over the live state."""
 
     def __init__(
-        self, compiled: Any, plan: WriteBack, state: TrainState, constants: Sequence[Tensor], *, from_cache: bool
+        self, code: Any, plan: WriteBack, state: TrainState, constants: Sequence[Tensor], *, from_cache: bool
     ) -> None:
-        self._compiled = compiled
-        self._plan = plan
+        self.code = code
+        self.plan = plan
         self._state = state
         self._constants = constants
         self.from_cache = from_cache
@@ -128,11 +153,11 @@ class InductorProgram:
         """Run one step: update the live state, return the user's outputs, flat."""
         state = self._state.tensors()
         with torch.no_grad():
-            results = self._compiled([*state, *rates, *batch, *self._constants])  # empties the list it is given
-            for slot, value in zip(self._plan.late, results[self._plan.num_outputs :], strict=True):
+            results = self.code([*state, *rates, *batch, *self._constants])  # empties the list it is given
+            for slot, value in zip(self.plan.late, results[self.plan.num_outputs :], strict=True):
                 state[slot].copy_(value)
-        outputs = results[: self._plan.num_outputs]
-        return [value.clone() if index in self._plan.shared else value for index, value in enumerate(outputs)]
+        outputs = results[: self.plan.num_outputs]
+        return [value.clone() if index in self.plan.shared else value for index, value in enumerate(outputs)]
 
 
 def write_back(captured: Captured, *, in_place: bool = True) -> tuple[fx.GraphModule, WriteBack]:

@@ -7,8 +7,9 @@ import torchax and jax.
 
 from __future__ import annotations
 
+import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import torchax
+from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
@@ -88,7 +90,27 @@ class XlaBackend:
                 remedy="set compile.backend: inductor, or eager",
             ) from error
         cached = self._cache_dir is not None and _cache_entries(self._cache_dir) == before and before > 0
-        return XlaProgram(self, compiled, captured, constants, from_cache=cached)
+        results: Any = captured.graph.graph.output_node().args[0]
+        dtypes = [node.meta["val"].dtype for node in results[captured.num_state :]]
+        return XlaProgram(self, compiled, dtypes, captured.constants, from_cache=cached)
+
+    def save(self, program: XlaProgram) -> dict[str, bytes] | None:
+        """Return the parts `load` makes the program of in another process; None: this XLA cannot write it out."""
+        try:
+            # Bytes of the executable, and the structure of what goes in and comes out.
+            written = pickle.dumps(serialize_executable.serialize(program.compiled))
+        except Exception:  # XLA's own errors, by backend; the step is compiled again then
+            return None
+        return {"executable": written, "dtypes": pickle.dumps(program.dtypes)}
+
+    def load(self, parts: Mapping[str, bytes], constants: Sequence[Tensor]) -> XlaProgram:
+        """Return the program that `save` made parts of; raises whatever a damaged one, or another machine, does."""
+        if not self.arrays:
+            self.push()
+        content, taken, given = pickle.loads(parts["executable"])  # noqa: S301  the store has checked owner and sums
+        compiled = serialize_executable.deserialize_and_load(content, taken, given, execution_devices=jax.devices()[:1])
+        dtypes = pickle.loads(parts["dtypes"])  # noqa: S301
+        return XlaProgram(self, compiled, dtypes, constants, from_cache=True)
 
     def push(self) -> None:
         """Bring everything from the live tensors to the device."""
@@ -140,14 +162,21 @@ class XlaProgram:
     """A compiled step over the backend's arrays."""
 
     def __init__(
-        self, backend: XlaBackend, compiled: Any, captured: Captured, constants: list[jax.Array], *, from_cache: bool
+        self,
+        backend: XlaBackend,
+        compiled: Any,
+        dtypes: list[torch.dtype],
+        constants: Sequence[Tensor],
+        *,
+        from_cache: bool,
     ) -> None:
-        self._backend = backend
-        self._compiled = compiled
-        self._constants = constants
-        results = captured.graph.graph.output_node().args[0]
-        self._dtypes = [node.meta["val"].dtype for node in results[captured.num_state :]]  # type: ignore[index, union-attr]
+        self.compiled = compiled
+        self.dtypes = dtypes
         self.from_cache = from_cache
+        self._backend = backend
+        self._constants = constants
+        self._versions: list[int] = []
+        self._constant_arrays: list[jax.Array] = []
 
     def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
         """Run one step: replace the device's state, return the user's outputs, flat.
@@ -160,10 +189,17 @@ class XlaProgram:
         backend.push_written()
         rate_arrays = [jnp.float32(rate.item()) for rate in rates]
         batch_arrays = [_to_jax(tensor) for tensor in batch]
-        backend.arrays, outputs, backend.key = self._compiled(
-            backend.arrays, rate_arrays, batch_arrays, self._constants, backend.key
+        backend.arrays, outputs, backend.key = self.compiled(
+            backend.arrays, rate_arrays, batch_arrays, self._constants_now(), backend.key
         )
-        return [_to_torch(array, dtype) for array, dtype in zip(outputs, self._dtypes, strict=True)]
+        return [_to_torch(array, dtype) for array, dtype in zip(outputs, self.dtypes, strict=True)]
+
+    def _constants_now(self) -> list[jax.Array]:
+        """Return the constants on the device, brought there again where one was written to since."""
+        versions = [each._version for each in self._constants]
+        if versions != self._versions:
+            self._constant_arrays, self._versions = [_to_jax(each) for each in self._constants], versions
+        return self._constant_arrays
 
 
 def as_jax(captured: Captured) -> Callable[..., Any]:

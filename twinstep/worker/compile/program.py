@@ -1,0 +1,41 @@
+"""What a backend is to the rest of the compiler: it lowers captured steps, holds their state, carries them over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from twinstep.worker.compile.capture import Captured
+
+
+class Program(Protocol):
+    """What a backend makes of a captured step."""
+
+    from_cache: bool
+    """Whether a cache answered, the backend's own included."""
+
+    def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]: ...
+
+
+class Backend(Protocol):
+    """What lowers captured steps and owns their state between steps."""
+
+    name: str
+
+    def decompositions(self) -> dict[Any, Callable[..., Any]]: ...
+
+    def lower(self, captured: Captured) -> Program: ...
+
+    def save(self, program: Any) -> dict[str, bytes] | None:
+        """Return the parts that `load` makes the program of in another process; None: it cannot be restored."""
+
+    def load(self, parts: Mapping[str, bytes], constants: Sequence[Tensor]) -> Program:
+        """Return the program that `save` made parts of; any exception means that it must be compiled."""
+
+    def pull(self) -> None: ...
+
+    def push(self) -> None: ...
+
+    def go_on_from(self, before: Any) -> None: ...

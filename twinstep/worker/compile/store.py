@@ -1,0 +1,208 @@
+"""Compiled programs on disk: one file per CompileKey, written whole or not at all, and checked before it is believed.
+
+A program is code that will be run, so a file counts only if nobody but its owner can have written it, its own sums
+agree, and it names the very key that is asked for; whatever else lies there is a miss. Nothing here unpickles or runs
+anything, and nothing here raises: where the disk does not work, the step is compiled as if there were no cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+MAGIC = b"twinstep-program"
+FORMAT = 1
+"""Raise it where a part changes its meaning: older files are then misses."""
+MAX_BYTES = 10 << 30
+LOCK_SECONDS = 1800.0  # how long to wait for another process that compiles the same key; a whole TPU compile fits in
+STALE_SECONDS = 3600.0  # a temporary file older than this belongs to a process that was killed while it wrote
+_SUM = hashlib.sha256().digest_size
+_HEAD = len(MAGIC) + 2 + 8
+
+
+class ProgramStore:
+    """A directory of programs by key.
+
+    Args:
+        directory: made if it is not there; must be the user's own, and no one else's to write to.
+        max_bytes: what all entries together may take; the least recently used go first.
+        warn: called once, with what is wrong, where the directory cannot be used or written to.
+    """
+
+    def __init__(
+        self, directory: Path, *, max_bytes: int = MAX_BYTES, warn: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.directory = directory
+        self._max_bytes = max_bytes
+        self._warn = warn
+        self._warned = False
+
+    def get(self, key: str) -> dict[str, bytes] | None:
+        """Return the parts stored under `key`, or None: there are none, or they cannot be trusted."""
+        if not self._usable():
+            return None
+        path = self._path(key)
+        try:
+            content = _read(path)
+        except OSError:
+            return None
+        parts = unpack(content, key)
+        if parts is None:
+            with contextlib.suppress(OSError):
+                path.unlink()  # so that it is written anew
+        else:
+            with contextlib.suppress(OSError):
+                os.utime(path)  # the clock of least recent use
+        return parts
+
+    def put(self, key: str, parts: Mapping[str, bytes]) -> bool:
+        """Store `parts` under `key` and make room for them; return whether that worked."""
+        content = pack(key, parts)
+        if len(content) > self._max_bytes or not self._usable(make=True):
+            return False
+        try:
+            _write(self._path(key), content)
+        except OSError as error:
+            self._say(f"programs cannot be kept in {self.directory}: {error.strerror or error}")
+            return False
+        self._make_room(keep=self._path(key))
+        return True
+
+    def drop(self, key: str) -> None:
+        """Forget what is stored under `key`."""
+        with contextlib.suppress(OSError):
+            self._path(key).unlink()
+
+    @contextlib.contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Let one process at a time compile `key`; the others wait and then find its program.
+
+        Where the lock cannot be had (a read-only disk, a holder that hangs), go on without: two processes that
+        compile the same key are slow, not wrong.
+        """
+        with contextlib.ExitStack() as stack:
+            if self._usable(make=True):
+                with contextlib.suppress(OSError, Timeout, NotImplementedError):
+                    path = self._path(key).with_suffix(".lock")
+                    stack.enter_context(FileLock(path, timeout=LOCK_SECONDS, mode=0o600))
+            yield
+
+    def entries(self) -> list[tuple[Path, int, float]]:
+        """Return each entry's file, bytes and time of last use, the longest unused first."""
+        found = []
+        with contextlib.suppress(OSError):
+            for path in self.directory.glob("*.program"):
+                with contextlib.suppress(OSError):
+                    status = path.stat()
+                    found.append((path, status.st_size, status.st_mtime))
+        return sorted(found, key=lambda each: each[2])
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()}.program"
+
+    def _make_room(self, *, keep: Path) -> None:
+        entries = self.entries()
+        total = sum(size for _, size, _ in entries)
+        for path, size, _ in entries:
+            if total <= self._max_bytes:
+                break
+            if path != keep:
+                for each in (path, path.with_suffix(".lock")):
+                    with contextlib.suppress(OSError):
+                        each.unlink()
+                total -= size
+        with contextlib.suppress(OSError):
+            for path in self.directory.glob("*.part"):
+                if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                    path.unlink()
+
+    def _usable(self, *, make: bool = False) -> bool:
+        try:
+            if make:
+                self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.directory.mkdir(mode=0o700, exist_ok=True)
+            for each in (self.directory, self.directory.parent):
+                if (problem := _not_private(each.stat())) is not None:
+                    self._say(f"programs in {self.directory} are not used: {each} {problem}")
+                    return False
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._say(f"programs cannot be kept in {self.directory}: {error.strerror or error}")
+            return False
+        return True
+
+    def _say(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn(problem)
+
+
+def pack(key: str, parts: Mapping[str, bytes]) -> bytes:
+    """Return an entry's bytes: magic, format, length of the header, header (JSON), its sum, the parts."""
+    listed = [[name, len(part), hashlib.sha256(part).hexdigest()] for name, part in parts.items()]
+    header = json.dumps({"key": key, "parts": listed}).encode()
+    head = MAGIC + FORMAT.to_bytes(2, "big") + len(header).to_bytes(8, "big") + header
+    return b"".join([head, hashlib.sha256(head).digest(), *parts.values()])
+
+
+def unpack(content: bytes, key: str) -> dict[str, bytes] | None:
+    """Return an entry's parts, or None if it is torn, changed, of another format or of another key."""
+    if content[: len(MAGIC) + 2] != MAGIC + FORMAT.to_bytes(2, "big") or len(content) < _HEAD + _SUM:
+        return None
+    start = _HEAD + int.from_bytes(content[_HEAD - 8 : _HEAD], "big")
+    if hashlib.sha256(content[:start]).digest() != content[start : start + _SUM]:
+        return None
+    header = json.loads(content[_HEAD:start])  # the sum says that pack wrote it
+    if header["key"] != key:
+        return None
+    parts, place = {}, start + _SUM
+    for name, size, wanted in header["parts"]:
+        parts[name] = content[place : place + size]
+        if len(parts[name]) != size or hashlib.sha256(parts[name]).hexdigest() != wanted:
+            return None
+        place += size
+    return parts if place == len(content) else None
+
+
+def _read(path: Path) -> bytes:
+    """Return a file's bytes; a link, or a file that someone else owns or may write to, is an OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or _not_private(status) is not None:
+            raise PermissionError(f"{path} is not the user's own file")
+        return file.read()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file so that at any moment, also after a crash, it is there whole or not at all."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
+
+
+def _not_private(status: os.stat_result) -> str | None:
+    """Say why somebody else could have written here; None: nobody could."""
+    if status.st_uid != os.geteuid():
+        return f"belongs to another user (id {status.st_uid})"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "can be written by others"
+    return None
