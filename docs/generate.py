@@ -37,8 +37,18 @@ RULES = (
     ("accelerator", "`accelerator: cpu` is short for `accelerator: {kind: cpu}`"),
     (
         "accelerator.kind",
-        "a control plane refuses what it cannot run: `tpu` and `gpu` are valid in a spec, and refused",
+        "`tpu` and `gpu` are rendered (`twinstep render`); a control plane refuses to start what it cannot run",
     ),
+    ("accelerator.topology", "one that the generation has, its sides in rising order: `twinstep topologies`"),
+    ("accelerator.chips_per_host", "to be given where a topology comes with hosts of two sizes: v5e and v6e `2x4`"),
+    ("accelerator.slices", "more than one only where a slice has more than one host"),
+    ("accelerator.count", "part of a node (1, 2, 4), or whole nodes"),
+    (
+        "compile.backend",
+        "where it is not given, a TPU has `xla` and takes no other; GPUs take `inductor`, `eager`",
+    ),
+    ("kubernetes.env", "no names that begin with TPU_, MEGASCALE_, TWINSTEP_, JAX_COORDINATOR_, RAY_ or KUBERNETES_"),
+    ("kubernetes.topology_aware", "needs `kubernetes.queue`"),
 )
 
 EVENTS = (

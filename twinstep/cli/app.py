@@ -1,6 +1,7 @@
 """The table of commands, and the one place where an error becomes words and an exit code.
 
-Commands live in `here.py` (this machine: up, train, validate, schema) and `jobs.py` (ask the control plane).
+Commands live in `here.py` (this machine: up, train, validate, schema), `jobs.py` (ask the control plane) and
+`cluster.py` (topologies, render).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from twinstep.cli import here, jobs
+from twinstep.cli import cluster, here, jobs
 from twinstep.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_code, report_error
 from twinstep.spec.errors import TwinstepError
 
@@ -57,6 +58,7 @@ def _root(
 
 here.register(app)
 jobs.register(app)
+cluster.register(app)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -61,6 +61,8 @@ class Settings:
     """Seconds between two looks at what runs; a submit or a cancel is looked at at once."""
     stream_seconds: float = 0.25
     """Seconds between two looks of a live stream."""
+    worker_image: str | None = None
+    """Container image of workers in a cluster, where a spec names none."""
     worker_command: tuple[str, ...] = field(default_factory=_worker_command)
     """Command of a worker, to which the path of its spec is added."""
 

@@ -5,37 +5,19 @@ Each field states its unit and meaning; unknown keys are refused. `twinstep sche
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictInt,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
+from twinstep.spec.base import INT32_MAX, Count, Number, Spec
 
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_MAX = 40  # leaves room for the suffixes that JobSet and Ray add to a 63-character DNS label
-INT32_MAX = 2**31 - 1
-
-
-# Strict: a boolean or a text that looks like a number is none. Not a validator of our own, which would hide the limits
-# around it from the JSON Schema.
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Count = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
 TableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
 Width = Annotated[StrictInt, Field(ge=1, le=16384)]
-
-
-class Spec(BaseModel):
-    """Base of every part of a spec: frozen, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class DLRMv3Spec(Spec):
@@ -174,49 +156,6 @@ class OptimizersSpec(Spec):
     """For the embedding tables."""
 
 
-class CpuSpec(Spec):
-    """Host processors: a laptop, a smoke test."""
-
-    kind: Literal["cpu"] = "cpu"
-    """The accelerator."""
-    devices: Annotated[StrictInt, Field(ge=1, le=1)] = 1
-    """Devices the step is spread over; the CPU has one."""
-
-
-class TpuSpec(Spec):
-    """A GKE TPU slice, or several."""
-
-    kind: Literal["tpu"]
-    """The accelerator."""
-    generation: Literal["v4", "v5e", "v5p", "v6e", "v7x"]
-    """TPU generation."""
-    topology: Annotated[str, Field(pattern=r"^[1-9][0-9]*(x[1-9][0-9]*){1,2}$", examples=["2x2x1"])]
-    """Chips along each axis of a slice: 2x2x1, 4x4x8, 8x16."""
-    slices: Count = 1
-    """Slices of that topology."""
-
-
-class GpuSpec(Spec):
-    """GPUs under Ray."""
-
-    kind: Literal["gpu"]
-    """The accelerator."""
-    model: Literal["h100", "h200", "b200", "a100", "l4"]
-    """GPU model."""
-    count: Count
-    """GPUs in all."""
-
-
-def _accelerator(value: Any) -> Any:
-    """Let `accelerator: cpu` stand for `accelerator: {kind: cpu}`."""
-    return {"kind": value} if isinstance(value, str) else value
-
-
-Accelerator = Annotated[
-    Annotated[CpuSpec | TpuSpec | GpuSpec, Field(discriminator="kind")], BeforeValidator(_accelerator)
-]
-
-
 class CompileSpec(Spec):
     """How the step is compiled."""
 
@@ -226,6 +165,10 @@ class CompileSpec(Spec):
     """Keep compiled programs on disk and reuse them."""
     cache_dir: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")] | None = None
     """Directory of that cache; null means the user's cache directory."""
+
+
+BACKENDS = {"cpu": ("inductor", "xla", "eager"), "gpu": ("inductor", "eager"), "tpu": ("xla",)}
+"""Backends that can run on a kind of accelerator, the usual one first."""
 
 
 class EmbeddingSpec(Spec):
@@ -288,7 +231,7 @@ class JobSpec(Spec):
     accelerator: Accelerator = CpuSpec()
     """cpu, or a tpu slice, or gpus."""
     compile: CompileSpec = CompileSpec()
-    """Backend and cache."""
+    """Backend and cache; where no backend is given, a TPU has xla."""
     embedding: EmbeddingSpec = EmbeddingSpec()
     """Engine of the tables."""
     train: TrainSpec = TrainSpec()
@@ -297,3 +240,30 @@ class JobSpec(Spec):
     """Switches for looking closer."""
     runtime: RuntimeSpec = RuntimeSpec()
     """Threads and time limits."""
+    kubernetes: KubernetesSpec = KubernetesSpec()
+    """Image, queue, restarts and security of a job's pods."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _backend_follows(cls, data: Any) -> Any:
+        """Take the accelerator's own backend where none is given."""
+        if not isinstance(data, Mapping):
+            return data
+        accelerator, asked = data.get("accelerator"), data.get("compile", {})
+        kind = accelerator.get("kind") if isinstance(accelerator, Mapping) else accelerator
+        if kind != "tpu" or not isinstance(asked, Mapping) or "backend" in asked:
+            return data
+        return {**data, "compile": {"backend": BACKENDS["tpu"][0], **asked}}
+
+    @field_validator("compile")
+    @classmethod
+    def _backend_fits(cls, value: CompileSpec, info: ValidationInfo) -> CompileSpec:
+        kind = getattr(info.data.get("accelerator"), "kind", None)  # not there where it is not valid itself
+        fitting = BACKENDS.get(kind or "", ())
+        if fitting and value.backend not in fitting:
+            raise PydanticCustomError(
+                "between_fields",
+                "cannot run on a {kind}",
+                {"part": "backend", "kind": kind, "allowed": ", ".join(fitting), "nearest": fitting[0]},
+            )
+        return value

@@ -100,6 +100,8 @@ def spec_faults(error: ValidationError, data: Mapping[str, Any]) -> tuple[tuple[
 def _fault(item: dict[str, Any], data: Mapping[str, Any]) -> Fault:
     path = _user_path(item["loc"], data)
     kind, context, given = item["type"], item.get("ctx") or {}, item.get("input")
+    if "part" in context:  # a rule between a part of this field and another field
+        path, given = (*path, context["part"]), given.get(context["part"]) if isinstance(given, Mapping) else given
     if kind == "extra_forbidden":
         return _unknown_key(path, given, data)
     if kind == "invalid_key" or item["loc"][-1:] == ("[key]",):

@@ -7,7 +7,7 @@ text. `parse.py` reads specs through `load_yaml`, and writes them through `dump_
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -112,4 +112,28 @@ def dump_yaml(value: Any, *, flow: bool = False) -> str:
         allow_unicode=True,
         default_flow_style=flow,
         width=float("inf") if flow else 110,
+    )
+
+
+class _ManifestDumper(yaml.SafeDumper):
+    """Quotes whatever a YAML reader of either version could take for something else than text: `yes`, `1:30`, `1e3`."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write equal parts out in full: a reader of manifests expects no anchors."""
+        return True
+
+
+def _lines(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar(_TAG + "str", text, style="|" if "\n" in text else None)
+
+
+_ManifestDumper.add_representer(str, _lines)
+for _name, _pattern, _first in _CORE:
+    _ManifestDumper.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def dump_manifests(objects: Iterable[Mapping[str, Any]]) -> str:
+    """Return Kubernetes objects as one YAML stream, keys in their order, the same bytes for the same objects."""
+    return yaml.dump_all(
+        objects, Dumper=_ManifestDumper, sort_keys=False, allow_unicode=True, width=110, explicit_start=True
     )

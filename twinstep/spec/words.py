@@ -48,3 +48,11 @@ def clock(at: object, form: str = "%Y-%m-%d %H:%M:%S", *, unknown: str = DASH) -
 def cut(text: str, width: int) -> str:
     """Return `text` cut to `width` characters, the last one an ellipsis where some are left out."""
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+EXIT_FAILED = 1
+"""Exit code of a worker whose run failed; trying again may help."""
+EXIT_SPEC = 2
+"""Exit code of a worker whose user has something to mend; trying again cannot help."""
+EXIT_PREEMPTED = 75
+"""Exit code of a worker that was asked to go and saved its work: no failure (sysexits' EX_TEMPFAIL)."""

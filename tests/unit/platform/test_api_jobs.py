@@ -230,6 +230,8 @@ def test_openapi_names_every_path_with_its_problems_and_every_reference_resolves
     document = shared.http.get("/openapi.json").json()
     assert {path for path in document["paths"] if path.startswith("/v1")} == {
         "/v1/jobs",
+        "/v1/jobs:plan",
+        "/v1/topologies",
         "/v1/jobs/{job_id}",
         "/v1/jobs/{job_id}/cancel",
         "/v1/jobs/{job_id}/runs",
@@ -263,3 +265,42 @@ def test_a_job_without_output_has_an_empty_log(live, tmp_path: Path) -> None:
     job = live.submit("sleeps")
     part = live.http.get(f"/v1/jobs/{job['id']}/logs").json()
     assert part == {"offset": 0, "next_offset": 0, "size": 0, "text": ""}
+
+
+def test_a_plan_tells_what_a_job_would_become_and_stores_nothing(live) -> None:
+    spec = {
+        "name": "a",
+        "accelerator": {"kind": "tpu", "generation": "v5p", "topology": "4x4x8"},
+        "kubernetes": {"image": "registry.example.com/worker:1"},
+    }
+    plan = live.http.post("/v1/jobs:plan", json=spec).json()
+    assert (plan["numbers"]["pods"], plan["numbers"]["devices"]) == (32, 128)
+    assert plan["objects"][-1]["kind"] == "JobSet"
+    assert any("digest" in warning for warning in plan["warnings"])
+    assert live.http.get("/v1/jobs").json()["items"] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"accelerator": "cpu"}, "accelerator.kind"),
+        ({"accelerator": {"kind": "tpu", "generation": "v5p", "topology": "8x4x4"}}, "accelerator.topology"),
+        ({"kubernetes": {}}, "kubernetes.image"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_by_field(shared, change: dict[str, Any], field: str) -> None:
+    spec = {
+        "name": "a",
+        "accelerator": {"kind": "gpu", "model": "h100", "count": 8},
+        "kubernetes": {"image": "w:1"},
+        **change,
+    }
+    answer = shared.http.post("/v1/jobs:plan", json=spec)
+    assert answer.status_code == 422
+    assert [each["field"] for each in answer.json()["faults"]] == [field]
+
+
+def test_the_table_of_accelerators_is_served(shared) -> None:
+    found = shared.http.get("/v1/topologies", params={"up_to": 4}).json()
+    assert [row["topology"] for row in found["tpus"][2]["slices"]] == ["2x2x1"]
+    assert shared.http.get("/v1/topologies", params={"up_to": 0}).status_code == 422

@@ -12,6 +12,7 @@ from twinstep.platform.api.problems import responses
 from twinstep.platform.scheduler.rundir import MAX_LOG_READ, LogPart
 from twinstep.platform.scheduler.service import MAX_PAGE, MAX_POINTS, Service
 from twinstep.platform.store.records import EventPage, JobDetail, JobPage, MetricPage, Run, View
+from twinstep.spec.catalogue import catalogue
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import MAX_SPEC_BYTES, parse_spec, spec_json_schema, validate_spec
 from twinstep.spec.states import RunState
@@ -133,6 +134,40 @@ def read_log(
 ) -> LogPart:
     """Return a part of the log by byte cursor. Bytes that are not UTF-8 are shown as U+FFFD."""
     return service.read_log(job_id, offset=offset, limit=limit, tail=tail, run_id=run_id)
+
+
+class Plan(View):
+    """What a spec would become in a cluster; nothing is stored or sent."""
+
+    name: str
+    """Of the workload."""
+    namespace: str
+    numbers: dict[str, int | str]
+    """Chips, hosts, pods, processes, devices: what follows from the accelerator."""
+    warnings: list[str]
+    objects: list[dict[str, Any]]
+    """The Kubernetes objects, in the order in which they are applied."""
+
+
+@router.post("/jobs:plan", openapi_extra=_SPEC_BODY, responses=responses(413, 415), summary="Plan a job")
+def plan(service: Asked, spec: Annotated[JobSpec, Depends(spec_in)]) -> Plan:
+    """Render a spec for a cluster and check it as the cluster would, without creating anything."""
+    found = service.plan_job(spec)
+    return Plan(
+        name=found.name,
+        namespace=found.namespace,
+        numbers=found.numbers,
+        warnings=list(found.warnings),
+        objects=list(found.objects),
+    )
+
+
+@router.get("/topologies", tags=["schema"], responses=responses(), summary="The table of accelerators")
+def list_topologies(
+    up_to: Annotated[int, Query(ge=1, le=9216, description="Leave out slices of more chips.")] = 256,
+) -> dict[str, list[dict[str, Any]]]:
+    """Return TPU generations with their slices, and GPU models."""
+    return catalogue(up_to=up_to)
 
 
 @router.get("/schema/job", tags=["schema"], summary="The JSON Schema of a job spec")

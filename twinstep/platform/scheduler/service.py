@@ -9,7 +9,9 @@ import hmac
 import threading
 from collections.abc import Callable, Sequence
 
+from twinstep.platform.scheduler.render.render import RenderedRun, render
 from twinstep.platform.scheduler.rundir import LogPart, RunDir, hash_token
+from twinstep.platform.scheduler.validate.check import check
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.records import EventPage, Job, JobDetail, JobPage, MetricPage, Run, View
 from twinstep.platform.store.store import Store
@@ -64,6 +66,16 @@ class Service:
         job = self._store.create_job(spec, actor=actor)
         self._nudge()
         return job
+
+    def plan_job(self, spec: JobSpec) -> RenderedRun:
+        """Return what a spec would become in a cluster, checked as the cluster would; stores and sends nothing.
+
+        Raises:
+            SpecError: it is no cluster's, or the cluster would refuse what it renders to.
+        """
+        found = render(spec, default_image=self.settings.worker_image)
+        check(found.objects)
+        return found
 
     def list_jobs(
         self,
