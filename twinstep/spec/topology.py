@@ -56,6 +56,8 @@ class TpuGeneration:
     """Of the largest slice."""
     compiler_name: str
     """What libtpu's compiler calls the generation."""
+    compiler_devices: int = 1
+    """Devices per chip in the compiler's own topologies; v4's are two cores, though JAX joins them on hardware."""
     source: str
 
     @property
@@ -93,7 +95,7 @@ TPUS: dict[str, TpuGeneration] = {
         TpuGeneration(
             name="v4", label="tpu-v4-podslice", machines=(Machine("ct4p-hightpu-4t", 4, 240, 407),),
             hbm_bytes=32 * GIB, tensor_cores=2, devices_per_chip=1, sparse_cores=0, dims=3, max_chips=64 * CUBE,
-            compiler_name="v4", source=f"{_GKE}; {_TPU}",
+            compiler_name="v4", compiler_devices=2, source=f"{_GKE}; {_TPU}",
         ),
         TpuGeneration(
             name="v5e", label="tpu-v5-lite-podslice",
@@ -124,7 +126,7 @@ TPUS: dict[str, TpuGeneration] = {
             name="v7x", label="tpu7x",
             machines=(Machine("tpu7x-standard-1t", 1, 56, 240), Machine("tpu7x-standard-4t", 4, 224, 960)),
             hbm_bytes=192 * GIB, tensor_cores=2, devices_per_chip=2, sparse_cores=4, dims=3, max_chips=144 * CUBE,
-            compiler_name="tpu7x", source=f"{_GKE}; {_TPU}",
+            compiler_name="tpu7x", compiler_devices=2, source=f"{_GKE}; {_TPU}",
         ),
     )
 }  # fmt: skip

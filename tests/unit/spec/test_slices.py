@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from twinstep.spec.errors import SpecError
-from twinstep.spec.slices import GENERATIONS, parse_slice
+from twinstep.spec.slices import parse_slice
+from twinstep.spec.topology import TPUS
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,8 @@ def test_a_slice_knows_its_chips_its_devices_and_what_the_compiler_calls_it(
         ("v5p:4x8x4", "v5p:4x4x8"),
         ("v5p:3x3x3", "v5p:2x4x4"),
         ("v6e:4x4x4", "v6e:8x8"),
-        ("v5q:4x4x8", "v4:4x4x8"),
-        ("v5p", "v5p:4x4x4"),
+        ("v5q:4x4x8", "v5p:4x4x8"),
+        ("v5p", "v5p:2x2x1"),
     ],
 )
 def test_a_name_that_is_none_is_refused_with_the_nearest(given: str, nearest: str) -> None:
@@ -41,5 +42,5 @@ def test_a_name_that_is_none_is_refused_with_the_nearest(given: str, nearest: st
         parse_slice(given)
     generation = nearest.partition(":")[0]
     assert f"did you mean '{generation}:" in caught.value.remedy
-    if given.count("x") > 0 and given.partition(":")[0] in GENERATIONS:
+    if given.count("x") > 0 and given.partition(":")[0] in TPUS:
         assert repr(nearest) in caught.value.remedy

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from twinstep.spec.accelerator import TpuSpec
 from twinstep.spec.errors import CompileError, SpecError, TwinstepError, UnavailableError
-from twinstep.spec.job import JobSpec, TpuSpec
+from twinstep.spec.job import JobSpec
 from twinstep.spec.slices import parse_slice
 from twinstep.worker.compile.aot import Ahead, check_divides, compile_ahead, need_libtpu
 from twinstep.worker.compile.aot_report import AotReport
