@@ -51,6 +51,9 @@ class FoldLayers(Strategy):
     name: ClassVar[str] = "fold_layers"
     min_repeats: int = 2
     """Fewest equal layers that are folded."""
+    targets: tuple[str, ...] = ("inductor", "gpu", "tpu")
+    """Where: inductor, or XLA's platform. XLA compiles a layer for the CPU sooner than it does a loop over layers, and
+    runs the loop slower."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,9 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 
 from twinstep.spec.errors import CompileError, DataError
 from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
+from twinstep.worker.compile.partition import folded
 from twinstep.worker.compile.state import TrainState
 
 INT32 = torch.iinfo(torch.int32)
@@ -213,8 +215,9 @@ def as_jax(captured: Captured) -> Callable[..., Any]:
         constants: list[jax.Array],
         key: jax.Array,
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+        graph = folded(captured, target_platform())
         with env.override_property(prng=key):
-            results = list(JaxInterpreter(captured.graph).run(*state, *rates, *batch, *constants))
+            results = list(JaxInterpreter(graph).run(*state, *rates, *batch, *constants))
             next_key = env.prng_key
         return results[: captured.num_state], results[captured.num_state :], next_key
 

@@ -68,8 +68,13 @@ def platform(name: str | None) -> Iterator[None]:
         _Target.platform = before
 
 
+def target_platform() -> str:
+    """Return the platform that is traced for."""
+    return _Target.platform or jax.default_backend()
+
+
 def _lowering(q: jax.Array, v: jax.Array) -> Lowering:
-    found = LOWERINGS.get(_Target.platform or jax.default_backend(), REFERENCE)
+    found = LOWERINGS.get(target_platform(), REFERENCE)
     return found if found.takes(q, v) else REFERENCE
 
 

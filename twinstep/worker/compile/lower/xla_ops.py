@@ -18,6 +18,7 @@ from torchax.ops.ops_registry import all_aten_ops
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.lower import xla_attention, xla_rows
+from twinstep.worker.compile.lower.xla_loops import Loops
 from twinstep.worker.ops.hstu_attention import OPERATOR, OPERATOR_BACKWARD
 from twinstep.worker.ops.rows import SUM_ROWS, UNIQUE_ROWS, WRITE_ROWS
 
@@ -71,12 +72,20 @@ class JaxInterpreter(fx.Interpreter):
         CompileError: the graph holds an op with no lowering.
     """
 
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self._loops = Loops(lambda body, values: list(JaxInterpreter(body).run(*values)))
+
     def run_node(self, n: fx.Node) -> Any:
         """Run one node, and give its result the dtype it has in torch: JAX lets a 0-d float32 widen a bfloat16."""
+        if n.op == "call_module":
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            return self._loops.run(self.fetch_attr(str(n.target)), args, read={user.args[1] for user in n.users})
         result = super().run_node(n)
         want = n.meta.get("val")
         if n.op == "call_function" and isinstance(result, jax.Array) and isinstance(want, torch.Tensor):
-            return result.astype(_dtype(want.dtype))
+            dtype = _dtype(want.dtype)
+            return result if result.dtype == dtype else result.astype(dtype)
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
