@@ -74,20 +74,27 @@ def render(
         Path | None,
         typer.Option("--crds", metavar="DIR", help="Check against the custom resource definitions in this directory."),
     ] = None,
+    quota: Annotated[
+        bool,
+        typer.Option("--quota", help="Print the queues that an admin applies once so that the job is admitted."),
+    ] = False,
     as_json: JsonOpt = False,
 ) -> int:
     """Print the Kubernetes objects of a job, checked as the cluster would; pipe them to kubectl apply -f -."""
     spec = read_spec(spec_path)
+    from twinstep.platform.scheduler.render.quota import quota as queues
     from twinstep.platform.scheduler.render.render import render as render_spec
     from twinstep.platform.scheduler.validate.check import check
     from twinstep.platform.scheduler.validate.schemas import CustomResources
+    from twinstep.spec.text import dump_manifests
 
     found = render_spec(spec, default_image=image)
-    check(found.objects, None if crds is None else CustomResources(crds))
+    objects = queues(spec, found) if quota else found.objects
+    check(objects, None if crds is None else CustomResources(crds))
     if as_json:
-        print_json({"objects": found.objects, "numbers": found.numbers, "warnings": found.warnings})
+        print_json({"objects": objects, "numbers": found.numbers, "warnings": found.warnings})
         return 0
-    sys.stdout.write(found.yaml)
+    sys.stdout.write(dump_manifests(objects))
     # Standard output is the manifest alone: a reader of it is kubectl.
     pods = f"{found.numbers['pods']} pods, {found.numbers['devices']} devices"
     print(f"{found.numbers['kind']} {found.name}: {pods}", file=sys.stderr)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from twinstep.platform.scheduler.render.quota import pods_of, quota
 from twinstep.platform.scheduler.render.render import RenderedRun, render
 from twinstep.platform.scheduler.validate.check import check, faults_of
 from twinstep.platform.scheduler.validate.rules import quantity
@@ -53,6 +54,35 @@ def container(value: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_what_examples_render_to_is_taken_by_the_definitions(example: Path, crds: CustomResources) -> None:
     check(render(parse_spec(example.read_bytes())).objects, crds)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_queues_for_an_example_are_taken_and_cover_every_request(example: Path, crds: CustomResources) -> None:
+    spec = parse_spec(example.read_bytes())
+    run = render(spec)
+    objects = quota(spec, run)
+    check(objects, crds)
+    assert all(crds.find(each["apiVersion"], each["kind"]) for each in objects)
+    group = objects[2]["spec"]["resourceGroups"][0]
+    given = dict.fromkeys(group["coveredResources"], 0.0)
+    for flavor in group["flavors"]:
+        assert [each["name"] for each in flavor["resources"]] == group["coveredResources"]
+        for each in flavor["resources"]:
+            given[each["name"]] += quantity(each["nominalQuota"]) or 0
+    for count, pod in pods_of(run.workload):
+        for container in pod["containers"]:
+            for name, text in container["resources"]["requests"].items():
+                given[name] -= count * (quantity(text) or 0)
+    assert all(0 <= left < 2**31 for left in given.values()), given
+    chips = next(name for name in given if name.startswith(("google", "nvidia")))
+    assert given[chips] == 0
+
+
+def test_a_quota_for_a_job_without_a_queue_is_refused() -> None:
+    text = EXAMPLES[0].read_text().replace("  queue: training\n", "")
+    spec = parse_spec(text)
+    with pytest.raises(SpecError, match="queue"):
+        quota(spec, render(spec))
 
 
 def set_at(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
