@@ -37,7 +37,7 @@ from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.copies import lift_constants
 from twinstep.worker.compile.passes.fused_attention import attention_as_one_op
 from twinstep.worker.compile.passes.table import FIRST_TRACE_PASSES, PASSES, run_passes
-from twinstep.worker.compile.stages import Stages, fill_stages, keep_stages
+from twinstep.worker.compile.stages import Gradients, KeepNotes, Stages, fill_stages, keep_stages
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import Strategy
 from twinstep.worker.ops.hstu_attention import fused
@@ -151,9 +151,9 @@ def capture(
     with fused(attention_as_one_op(context, example)):
         first = _trace_step(flat_step, example, context)
     closed_over = _storages(first) - set(map(_memory, flat_step.lines.made))
-    with fx_traceback.preserve_node_meta():  # an Interpreter, since only one hands on what a node knows: its stage
+    with fx_traceback.preserve_node_meta():  # an Interpreter hands on what a node knows: its stage
         second = make_fx(
-            functionalize(fx.Interpreter(first).run, remove="mutations"),
+            functionalize(KeepNotes(first).run, remove="mutations"),
             decomposition_table=dict(decompositions),
             tracing_mode="fake",
             _allow_non_fake_inputs=True,  # tensors that the step closes over; lift_constants makes inputs of them
@@ -214,6 +214,7 @@ class _FlatStep:
         self.leaves_none = False
         """Whether the step left every optimized parameter's `.grad` None."""
         self.lines = _UserLines()
+        self.gradients = Gradients()
         self._step, self._optimizer, self._batch_spec = train_step, optimizer, batch_spec
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -225,6 +226,7 @@ class _FlatStep:
             if self.old_gradients:
                 for parameter in swapped.optimized():
                     parameter.grad = torch.empty_like(parameter)  # see _reads_old_gradients
+            self.gradients.watch([slot.name for slot in self.state.slots], swapped.parameters)
             with torch.set_grad_enabled(True), self.lines, _python_as_it_was(model):
                 result = self._step(model, given) if optimizer is None else self._step(model, optimizer, given)
             self.outputs, flat = _split_outputs(result)
@@ -242,16 +244,17 @@ def _trace_step(flat_step: _FlatStep, example: list[Tensor], context: PassContex
                 remedy="call optimizer.zero_grad() in the step, before backward()",
             )
         # zero_grad() stands at the step's end: each step starts with none.
-        flat_step.old_gradients, flat_step.lines = False, _UserLines()
+        flat_step.old_gradients, flat_step.lines, flat_step.gradients = False, _UserLines(), Gradients()
         first = _first_trace(flat_step, example)
     flat_step.lines.mark(first)
+    flat_step.gradients.mark()
     run_passes(first, FIRST_TRACE_PASSES, context, functional=False)
     fill_stages(first)
     _refuse_scalars(first)
     return first
 
 
-def _first_trace(flat_step: Callable[..., list[Tensor]], example: list[Tensor]) -> fx.GraphModule:
+def _first_trace(flat_step: _FlatStep, example: list[Tensor]) -> fx.GraphModule:
     # _is_compiling_flag makes Adam accept capturable=True on CPU and keep its step count a tensor; it is private, so
     # the lock pins torch and tests hold every supported optimizer against eager.
     compiling = torch.compiler._is_compiling_flag
@@ -261,7 +264,7 @@ def _first_trace(flat_step: Callable[..., list[Tensor]], example: list[Tensor]) 
             torch.compiler._non_strict_tracing_context(),
             torch.autograd.set_multithreading_enabled(False),
             fx_traceback.preserve_node_meta(),
-            Stages(),
+            Stages(flat_step.state.model, flat_step.state.optimizers),
         ):
             return make_fx(flat_step, tracing_mode="fake", _allow_non_fake_inputs=True)(*example)
     except CompileError:

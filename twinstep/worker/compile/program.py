@@ -18,6 +18,9 @@ class Program(Protocol):
 
     def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]: ...
 
+    def text(self) -> str:
+        """Return the program as text, as the backend has it."""
+
 
 class Backend(Protocol):
     """What lowers captured steps and owns their state between steps."""

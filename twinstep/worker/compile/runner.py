@@ -21,24 +21,21 @@ from torch import Tensor, nn
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
-from twinstep.worker.compile.code import Reach
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
+from twinstep.worker.compile.inspection import Capture, Inspectable, Spread
 from twinstep.worker.compile.kept import Kept, pack, unpack
 from twinstep.worker.compile.key import (
-    HOOKS,
-    OWN_ATTRIBUTES,
     CompileKey,
-    ambient,
     cpu_threads,
-    module_settings,
     named_sizes,
     reason,
-    state_info,
     tensor_info,
     versions,
 )
+from twinstep.worker.compile.placement import Mesh
 from twinstep.worker.compile.program import Backend, Program
 from twinstep.worker.compile.stamp import Stamp
+from twinstep.worker.compile.standing import batch_info, reach, standing
 from twinstep.worker.compile.state import Optimizers, TrainState
 from twinstep.worker.compile.store import MAX_BYTES, ProgramStore
 from twinstep.worker.compile.storm import MAX_COMPILES, WINDOW, StormWatch
@@ -48,7 +45,7 @@ BackendName = Literal["inductor", "xla", "eager"]
 MAX_RUNNERS = 8  # programs kept in memory; an executable and its workspace are tens of MB
 
 
-class Runner:
+class Runner(Inspectable):
     """One compiled step, for batches of one shape.
 
     Calling it runs forward, backward and update, commits the new state, and returns the step's outputs in the
@@ -62,9 +59,13 @@ class Runner:
         model: nn.Module,
         key: CompileKey,
         batch_spec: pytree.TreeSpec,
-        capture_again: Callable[[], Captured],
+        capture_again: Capture,
+        spread: Spread,
+        seconds: float,
     ) -> None:
         self.key = key
+        self.seconds = seconds
+        self._spread = spread
         self.batch_spec = batch_spec
         self._program = made.program
         self._kept = made.kept
@@ -86,6 +87,10 @@ class Runner:
             self._check_standing()
             self._captured = self._capture_again()
         return self._captured
+
+    def program_text(self) -> str:
+        """Return what the backend made of the graph: Inductor's code, or optimized HLO."""
+        return self._program.text()
 
     def __call__(self, batch: Any) -> Any:
         """Run one step on `batch`.
@@ -149,6 +154,9 @@ class StepCompiler:
         optimizer: one, several by name, or None for a step that only evaluates (called as `(model, batch)`).
         backend: what lowers the graph; `eager` calls `train_step` as it is.
         strategies: what to ask of the compiler; None: DEFAULT_STRATEGIES.
+        mesh: devices to spread the step over, `{"data": 8}`; with the xla backend.
+        batch_dims: position of the batch dimension by batch leaf; leaves that are not named have none. None: the
+            leading one, wherever it is as long as most leaves'.
         cache_dir: directory of the cache on disk; None: no cache.
         in_place: False writes no new state over old inside the program: slower, and without a cache on disk; for
             finding faults.
@@ -169,6 +177,8 @@ class StepCompiler:
         backend: BackendName = "inductor",
         devices: int = 1,
         strategies: Sequence[Strategy | str] | None = None,
+        mesh: Mesh | Mapping[str, int] | None = None,
+        batch_dims: Mapping[str, int] | None = None,
         cache_dir: Path | None = None,
         in_place: bool = True,
         cache_max_bytes: int = MAX_BYTES,
@@ -181,7 +191,8 @@ class StepCompiler:
         self._step = train_step
         self._model = model
         self._optimizer = optimizer
-        self._devices = devices
+        self._spread = Spread(mesh=None if mesh is None else Mesh.of(mesh), batch_dims=batch_dims)
+        self._devices = devices if self._spread.mesh is None else self._spread.mesh.size
         self._strategies = resolve(strategies)
         self._on_start = on_start
         self._on_event = on_event
@@ -253,7 +264,8 @@ class StepCompiler:
         made = self._obtain(key, batch, lifted)
         seconds = time.perf_counter() - started
         spec = pytree.tree_structure(batch)
-        runner = Runner(made, lifted, self._model, key, spec, self._capture_like(batch, lifted))
+        again = self._capture_like(batch, lifted)
+        runner = Runner(made, lifted, self._model, key, spec, again, self._spread, seconds)
         event = CompileEvent(
             name="compiled" if self._last is None else "recompiled",
             reason=why,
@@ -316,7 +328,7 @@ class StepCompiler:
         kept = Kept.of(captured, self._reach.tensors)
         return _Made(program, kept, "backend" if program.from_cache else "none", captured, seconds)
 
-    def _capture(self, batch: Any, lifted: _Lifted) -> Captured:
+    def _capture(self, batch: Any, lifted: _Lifted, without: frozenset[str] = frozenset()) -> Captured:
         return capture(
             self._step,
             lifted.state,
@@ -325,15 +337,16 @@ class StepCompiler:
             lifted.backend.decompositions(),
             backend=lifted.backend.name,
             strategies=self._strategies,
+            without=without,
         )
 
-    def _capture_like(self, batch: Any, lifted: _Lifted) -> Callable[[], Captured]:
+    def _capture_like(self, batch: Any, lifted: _Lifted) -> Capture:
         """Return what captures the step for batches like this one, without holding on to its values."""
         like = pytree.tree_map_only(Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), batch)
 
-        def again() -> Captured:
+        def again(without: frozenset[str] = frozenset()) -> Captured:
             zeros = pytree.tree_map_only(Tensor, lambda leaf: torch.zeros_like(leaf, device="cpu"), like)
-            return self._capture(zeros, lifted)
+            return self._capture(zeros, lifted, without)
 
         return again
 
@@ -423,34 +436,6 @@ def compile(
     """
     compiler = StepCompiler(train_step, model, optimizer, backend=target, strategies=strategies, cache_dir=cache_dir)
     return compiler.runner(example_batch)
-
-
-def batch_info(leaves: Sequence[Any]) -> tuple[tuple[Any, Any], ...]:
-    """Return shape and dtype of each leaf; one that is no tensor has neither."""
-    return tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
-
-
-def reach(train_step: TrainStep, model: nn.Module, state: TrainState) -> Reach:
-    """Return what code a step can reach: its own, the classes' along the tree of modules, the optimizers'."""
-    roots: dict[str, Any] = {"step": train_step}
-    for path, module in model.named_modules():
-        roots[f"{path}:"] = module
-        for name, value in vars(module).items():
-            if name not in OWN_ATTRIBUTES or (name in HOOKS and value):
-                roots[f"{path}:{name}"] = value
-    for name, optimizer in state.optimizers.items():
-        roots[f"optimizer {name}"] = optimizer
-    return Reach(roots, own=model)
-
-
-def standing(state: TrainState, model: nn.Module) -> dict[str, Any]:
-    """Return the fields of a key that model, optimizers and surroundings decide, as they stand now."""
-    return {
-        "state": state_info(state),
-        "hyperparameters": state.hyperparameters(),
-        "modules": module_settings(model),
-        "ambient": ambient(),
-    }
 
 
 _STACK = {"inductor": ("torch",), "xla": ("torch", "torchax", "jax", "jaxlib"), "eager": ("torch",)}

@@ -86,6 +86,24 @@ def meta_batch(schema: DataSchema, spec: DataSpec) -> Batch:
     )
 
 
+BATCH_DIMS: dict[str, int] = {
+    "uih_ids": 1,
+    "uih_times": 0,
+    "uih_actions": 0,
+    "token_slot": 0,
+    "slot_token": 0,
+    "uih_lengths": 0,
+    "contextual_ids": 0,
+    "cand_ids": 1,
+    "cand_times": 0,
+    "num_candidates": 0,
+    "query_times": 0,
+    "labels": 1,
+    "weights": 1,
+}
+"""Position of the dimension that grows with B, by field; the packed tokens' is B * uih_budget long."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchStats:
     """Counts of one batch, on the host."""

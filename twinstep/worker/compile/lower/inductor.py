@@ -149,6 +149,10 @@ class InductorProgram:
         self._constants = constants
         self.from_cache = from_cache
 
+    def text(self) -> str:
+        """Return the code that Inductor wrote."""
+        return str(getattr(self.code, "source_code", "") or "")
+
     def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
         """Run one step: update the live state, return the user's outputs, flat."""
         state = self._state.tensors()

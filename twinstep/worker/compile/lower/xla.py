@@ -180,6 +180,10 @@ class XlaProgram:
         self._versions: list[int] = []
         self._constant_arrays: list[jax.Array] = []
 
+    def text(self) -> str:
+        """Return the optimized HLO."""
+        return str(self.compiled.as_text())
+
     def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
         """Run one step: replace the device's state, return the user's outputs, flat.
 

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.passes.context import PassContext
+from twinstep.worker.compile.stages import hand_over
 
 aten = torch.ops.aten
 
@@ -85,6 +86,7 @@ def drop_copies(graph: fx.GraphModule, _: PassContext) -> int:
             continue
         source = node.args[_SAME_VALUE[node.target]]
         if _layout(source) == _layout(node):
+            hand_over(node, source)
             node.replace_all_uses_with(source)
             graph.graph.erase_node(node)
             changed += 1

@@ -1,0 +1,109 @@
+"""What a Runner can show of its program: tables, texts, a picture. All of it is made when asked for, and not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from twinstep.spec.errors import CompileError
+from twinstep.worker.compile.annotate import Annotations, annotate
+from twinstep.worker.compile.draw import draw
+from twinstep.worker.compile.explain import Explanation, explain
+from twinstep.worker.compile.passes.table import PASSES
+from twinstep.worker.compile.placement import Mesh
+
+if TYPE_CHECKING:
+    from twinstep.worker.compile.capture import Captured
+    from twinstep.worker.compile.key import CompileKey
+
+GraphStage = Literal["captured", "transformed", "lowered"]
+GRAPH_STAGES: tuple[GraphStage, ...] = ("captured", "transformed", "lowered")
+WITHOUT_PASSES = frozenset(each.name for each in PASSES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """How a step is spread over devices, as far as the caller said."""
+
+    mesh: Mesh | None = None
+    batch_dims: Mapping[str, int] | None = None
+    """Position of the batch dimension by batch leaf; None: the leading one where it is as long as most leaves'."""
+
+
+class Capture(Protocol):
+    """Captures a step again, for looking at it."""
+
+    def __call__(self, without: frozenset[str] = frozenset()) -> Captured: ...
+
+
+class Inspectable:
+    """The part of a Runner that shows what it runs."""
+
+    key: CompileKey
+    seconds: float
+    """What it took to make the program."""
+    _spread: Spread
+    _capture_again: Capture
+
+    @property
+    def captured(self) -> Captured:
+        """The step's graph."""
+        raise NotImplementedError
+
+    def program_text(self) -> str:
+        """Return what the backend made of the graph, as text."""
+        raise NotImplementedError
+
+    def annotations(self) -> Annotations:
+        """Return role, stage, module, batch dimensions and placement of every value.
+
+        Raises:
+            CompileError: the mesh does not divide the batch.
+        """
+        return annotate(
+            self.captured,
+            tuple(path for path, _, _ in self.key.batch),
+            batch_dims=self._spread.batch_dims,
+            batch_size=dict(self.key.sizes).get("batch_size"),
+            mesh=self._spread.mesh,
+        )
+
+    def explain(self) -> Explanation:
+        """Return what the compiler did with the step, as tables; `print` shows them as text."""
+        return explain(self.captured, self.annotations(), self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        sizes = " ".join(f"{name}={size}" for name, size in self.key.sizes)
+        facts = {"backend": self.key.backend, "key": self.key.digest, "compiled in": f"{self.seconds:.1f} s"}
+        return {**facts, "sizes": sizes} if sizes else facts
+
+    def graph(self, stage: GraphStage) -> str:
+        """Return the step as text: `captured` before the passes (captured anew for it), `transformed`, or `lowered`.
+
+        Raises:
+            CompileError: there is no such stage.
+        """
+        if stage == "captured":
+            return self._capture_again(WITHOUT_PASSES).text
+        if stage == "transformed":
+            return self.captured.text
+        if stage == "lowered":
+            return self.program_text()
+        raise CompileError(f"no stage is called {stage!r}", remedy=f"use one of {', '.join(GRAPH_STAGES)}")
+
+    def draw(self, path: str | Path) -> None:
+        """Write the step as an SVG picture.
+
+        Raises:
+            CompileError: the file cannot be written.
+        """
+        title = "one training step: " + " · ".join(f"{name} {value}" for name, value in self._facts().items())
+        picture = draw(self.captured.graph.graph, self.annotations(), title=title)
+        try:
+            Path(path).write_text(picture, encoding="utf-8")
+        except OSError as error:
+            raise CompileError(
+                f"the picture cannot be written to {path}: {error.strerror}", remedy="give another path"
+            ) from error

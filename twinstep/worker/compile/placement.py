@@ -1,0 +1,140 @@
+"""Where the state and the batch live on a mesh of devices: one pure function, for every backend that has meshes.
+
+Rules: batch leaves are split along their batch dimension; tables, and what optimizers keep of each row, along their
+rows; all else is on every device. Activations and gradients follow from these (GSPMD works that out).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from twinstep.spec.errors import CompileError
+
+Spec = tuple[str | tuple[str, ...] | None, ...]
+"""For each dimension the mesh axis (or axes) it is split over; None: not split. What JAX calls a PartitionSpec."""
+
+DATA = "data"
+"""The axis that batches are split over."""
+SHARD_BYTES = 64 << 20  # a table below it is cheaper on every device than its lookups over the interconnect
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Devices in a grid of named axes, as the user asks for them: `Mesh.of({"data": 8})`."""
+
+    axes: tuple[tuple[str, int], ...]
+    """Name and length of each axis. Batches are split over `data` (the first axis where none is called that)."""
+    shard_bytes: int = SHARD_BYTES
+    """Bytes from which a table is split along its rows."""
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        if not names or len(set(names)) < len(names) or any(length < 1 for _, length in self.axes):
+            raise CompileError(
+                f"a mesh needs axes of different names, each at least 1 long, not {dict(self.axes)}",
+                remedy='give names and lengths, {"data": 8}',
+            )
+
+    @classmethod
+    def of(cls, axes: Mesh | Mapping[str, int], *, shard_bytes: int = SHARD_BYTES) -> Mesh:
+        """Return a mesh from names and lengths."""
+        if isinstance(axes, Mesh):
+            return axes
+        return cls(tuple((str(name), int(size)) for name, size in axes.items()), shard_bytes)
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return math.prod(length for _, length in self.axes)
+
+    @property
+    def data(self) -> tuple[str, int]:
+        """Name and length of the axis that batches are split over."""
+        lengths = dict(self.axes)
+        name = DATA if DATA in lengths else self.axes[0][0]
+        return name, lengths[name]
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {length}" for name, length in self.axes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """One input of a program, as the rules see it."""
+
+    name: str
+    role: str
+    """table, parameter, buffer, optimizer or batch."""
+    shape: tuple[int, ...]
+    itemsize: int
+    """Bytes of an element."""
+    of: str = ""
+    """Name of the parameter that a tensor of an optimizer belongs to."""
+    batch_dim: int | None = None
+    """Position of a batch leaf's batch dimension; None: it has none."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The answer: one Spec an input, in the order given."""
+
+    specs: tuple[Spec, ...]
+    notes: tuple[str, ...]
+    """Tables that are on every device although they are large, and why."""
+
+
+def place(inputs: Sequence[Placed], mesh: Mesh) -> Placement:
+    """Return where each input lives.
+
+    Args:
+        inputs: state and batch leaves, in any order.
+
+    Raises:
+        CompileError: the mesh does not divide a batch dimension.
+    """
+    axes = tuple(name for name, _ in mesh.axes)
+    rows_over = axes[0] if len(axes) == 1 else axes
+    notes: list[str] = []
+    split: dict[str, int] = {}
+    for each in inputs:
+        if each.role == "table" and mesh.size > 1 and each.bytes >= mesh.shard_bytes:
+            if each.shape[0] % mesh.size == 0:
+                split[each.name] = each.shape[0]
+            else:
+                short = -each.shape[0] % mesh.size
+                notes.append(
+                    f"{each.name} is on every device: {each.shape[0]} rows do not divide by {mesh.size}; "
+                    f"{short} more would"
+                )
+
+    def spec(each: Placed) -> Spec:
+        whole: Spec = (None,) * len(each.shape)
+        if each.role == "batch":
+            return _of_leaf(each, mesh)
+        owner = each.name if each.role == "table" else each.of
+        if owner in split and each.shape and each.shape[0] == split[owner]:
+            return (rows_over, *whole[1:])
+        return whole
+
+    return Placement(tuple(spec(each) for each in inputs), tuple(notes))
+
+
+def _of_leaf(leaf: Placed, mesh: Mesh) -> Spec:
+    axis, length = mesh.data
+    if leaf.batch_dim is None:
+        return (None,) * len(leaf.shape)
+    size = leaf.shape[leaf.batch_dim]
+    if size % length:
+        raise CompileError(
+            f"the mesh does not divide the batch: {leaf.name} has {size} along dimension {leaf.batch_dim}, "
+            f"axis {axis!r} has {length} devices",
+            remedy=f"make the batch a multiple of {length}, or the axis shorter",
+        )
+    return tuple(axis if at == leaf.batch_dim else None for at in range(len(leaf.shape)))
