@@ -39,6 +39,7 @@ class Bench:
 BENCHES = {
     "step": Bench("bench.step", "one DLRMv3 train step: eager, torch.compile, ours on Inductor and on XLA"),
     "recompile": Bench("bench.recompile", "until a step has run: cold, warm start, a shape seen before"),
+    "attention": Bench("bench.attention", "HSTU attention on uneven rows: the jagged operator over padded dense"),
     "quality": Bench("bench.quality", "held-out AUC and NE of the example job over seeds, beside baselines"),
 }
 

@@ -50,7 +50,7 @@ class Variant:
         # What compiling left behind goes back to the system, or it would stand for the steps' own memory.
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        self._watched = _reset_peak()
+        self._watched = reset_peak()
         return seconds
 
     def steps(self, count: int) -> dict[str, float]:
@@ -72,7 +72,7 @@ class Variant:
         return time.perf_counter() - started, loss
 
     def _note(self, name: str, field: str) -> None:
-        kib = _status(field)
+        kib = status(field)
         if kib is not None:
             self._memory[name] = kib / 1024
 
@@ -97,7 +97,7 @@ def torch_compile_step(subject: Subject) -> Callable[[Batch], Any]:
     return step
 
 
-def _status(field: str) -> int | None:
+def status(field: str) -> int | None:
     """Return a field of this process's status in KiB; None where the system has none."""
     if not STATUS.exists():
         return None
@@ -107,7 +107,7 @@ def _status(field: str) -> int | None:
     return None
 
 
-def _reset_peak() -> bool:
+def reset_peak() -> bool:
     """Let the peak of resident memory start anew; say whether the system does that."""
     try:
         CLEAR_REFS.write_text("5")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import quality, recompile, step
+from bench import attention, quality, recompile, step
 from bench.measure import as_line
 from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
@@ -166,3 +166,20 @@ def test_recompile_tells_a_cold_start_from_a_warm_one_from_a_known_shape(backend
     assert set(found["ratios"]) == {"known_shape/cold", "warm_start/cold"}
     assert found["process_s"][backend]["cold"] > seconds["cold"]
     assert "known_shape" in shown(recompile.table(found))
+
+
+@pytest.mark.bench
+def test_attention_takes_turns_over_the_same_numbers_and_both_sides_agree() -> None:
+    size = attention.Size(batch=4, longest=64, num_targets=3, heads=2, width=8, runs=2, warmup=1)
+    found = attention.run(size, say=lambda _: None)
+    check(found)
+    assert found["equal"]
+    assert set(found["ratios"]) == {"time", "memory"}
+    assert "jagged" in shown(attention.table(found))
+
+
+def test_attentions_row_lengths_are_uneven_and_one_fills_its_row() -> None:
+    lengths = attention.row_lengths(attention.FULL)
+    assert max(lengths) == attention.FULL.longest - attention.FULL.num_targets
+    assert min(lengths) >= 1
+    assert sum(lengths) < len(lengths) * max(lengths) / 2
