@@ -27,6 +27,7 @@ from twinstep.spec.slices import Slice
 from twinstep.worker.compile.aot_report import Cuts, HbmBytes
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.hlo import HloText, parse_hlo, with_entry
+from twinstep.worker.compile.lower import pallas_attention, xla_attention
 from twinstep.worker.compile.lower.xla import as_jax
 
 AXIS = "batch"
@@ -51,7 +52,8 @@ def compile_for(captured: Captured, cuts: Cuts, target: Slice) -> TpuProgram:
     mesh = slice_mesh(target)
     arguments = _arguments(captured, cuts, mesh)
     started = time.perf_counter()
-    with _in_words(target), warnings.catch_warnings():
+    on_slice = (xla_attention.platform("tpu"), pallas_attention.over(mesh, rows=AXIS))
+    with _in_words(target), warnings.catch_warnings(), on_slice[0], on_slice[1]:
         warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit integers are 32 bits wide on XLA
         lowered = jax.jit(as_jax(captured), donate_argnums=0).trace(*arguments).lower(lowering_platforms=("tpu",))
         lowered_at = time.perf_counter()

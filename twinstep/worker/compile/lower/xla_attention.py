@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import torchax
 
-from twinstep.worker.compile.lower import xla_attention_cpu
+from twinstep.worker.compile.lower import pallas_attention, xla_attention_cpu
 from twinstep.worker.ops.hstu_attention import AttentionRule, reference, reference_backward
 
 
@@ -47,6 +47,7 @@ def _in_aten(function: Callable[..., Any]) -> Callable[..., Any]:
 REFERENCE = Lowering(_in_aten(reference), _in_aten(reference_backward))
 LOWERINGS: dict[str, Lowering] = {
     "cpu": Lowering(xla_attention_cpu.forward, xla_attention_cpu.backward, xla_attention_cpu.has_kernel),
+    "tpu": Lowering(pallas_attention.spread_forward, pallas_attention.spread_backward),
 }
 """By platform."""
 
