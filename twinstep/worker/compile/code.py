@@ -26,7 +26,9 @@ from torch.optim import Optimizer
 FRAMEWORKS = frozenset({"torch", "numpy", "jax", "jaxlib", "torchax", "triton", "sympy"})
 """Packages that count by name and version."""
 
-_SKIPPED = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__"})
+_SKIPPED = frozenset(
+    {"__repr__", "__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__"}
+)
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DEPTH = 6  # of containers and objects within each other
 
@@ -157,6 +159,8 @@ class Reach:
             try:
                 value = cell.cell_contents
             except ValueError:  # a name that has no value yet
+                continue
+            if name == "__class__":  # what super() reads: the class, which is visited anyway
                 continue
             self._cells.append((cell, value))
             self._watch(value)

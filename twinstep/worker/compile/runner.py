@@ -314,8 +314,6 @@ class StepCompiler:
                 return None
             kept, backend_parts = found
             return _Made(lifted.backend.load(backend_parts, kept.constants), kept, "disk")
-        except CompileError:
-            raise
         except Exception:  # whatever unpickling, a linker or XLA may raise: the entry is for another machine or version
             store.drop(key.text)
             return None

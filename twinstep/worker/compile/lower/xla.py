@@ -7,6 +7,7 @@ import torchax and jax.
 
 from __future__ import annotations
 
+import json
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,12 @@ import torch
 import torchax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
-from torch import Tensor
+from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions, get_decompositions
 
 from twinstep.spec.errors import CompileError, DataError
 from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.lower import xla_attention_cpu
 from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
 from twinstep.worker.compile.partition import folded
@@ -94,7 +96,9 @@ class XlaBackend:
         cached = self._cache_dir is not None and _cache_entries(self._cache_dir) == before and before > 0
         results: Any = captured.graph.graph.output_node().args[0]
         dtypes = [node.meta["val"].dtype for node in results[captured.num_state :]]
-        return XlaProgram(self, compiled, dtypes, captured.constants, from_cache=cached)
+        return XlaProgram(
+            self, compiled, dtypes, captured.constants, from_cache=cached, attention=_attention_widths(captured.graph)
+        )
 
     def save(self, program: XlaProgram) -> dict[str, bytes] | None:
         """Return the parts `load` makes the program of in another process; None: this XLA cannot write it out."""
@@ -103,16 +107,22 @@ class XlaBackend:
             written = pickle.dumps(serialize_executable.serialize(program.compiled))
         except Exception:  # XLA's own errors, by backend; the step is compiled again then
             return None
-        return {"executable": written, "dtypes": pickle.dumps(program.dtypes)}
+        return {"executable": written, "dtypes": pickle.dumps(program.dtypes)} | {
+            "attention": json.dumps(program.attention).encode()
+        }
 
     def load(self, parts: Mapping[str, bytes], constants: Sequence[Tensor]) -> XlaProgram:
         """Return the program that `save` made parts of; raises whatever a damaged one, or another machine, does."""
         if not self.arrays:
             self.push()
+        attention = json.loads(parts["attention"])
+        for widths in attention:
+            if not xla_attention_cpu.register(*widths):
+                raise CompileError("no kernel for this program's attention", remedy="it is compiled again")
         content, taken, given = pickle.loads(parts["executable"])  # noqa: S301  the store has checked owner and sums
         compiled = serialize_executable.deserialize_and_load(content, taken, given, execution_devices=jax.devices()[:1])
         dtypes = pickle.loads(parts["dtypes"])  # noqa: S301
-        return XlaProgram(self, compiled, dtypes, constants, from_cache=True)
+        return XlaProgram(self, compiled, dtypes, constants, from_cache=True, attention=attention)
 
     def push(self) -> None:
         """Bring everything from the live tensors to the device."""
@@ -171,10 +181,13 @@ class XlaProgram:
         constants: Sequence[Tensor],
         *,
         from_cache: bool,
+        attention: list[list[int]],
     ) -> None:
         self.compiled = compiled
         self.dtypes = dtypes
         self.from_cache = from_cache
+        self.attention = attention
+        """Head widths of the attention kernels that the program calls: they must be registered before it is loaded."""
         self._backend = backend
         self._constants = constants
         self._versions: list[int] = []
@@ -226,6 +239,18 @@ def as_jax(captured: Captured) -> Callable[..., Any]:
         return results[: captured.num_state], results[captured.num_state :], next_key
 
     return step
+
+
+def _attention_widths(graph: fx.GraphModule) -> list[list[int]]:
+    """Return the query and value widths of the attention ops of a graph and those within it."""
+    graphs = [module.graph for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    found = {
+        (node.args[0].meta["val"].shape[3], node.args[2].meta["val"].shape[3])
+        for each in graphs
+        for node in each.nodes
+        if node.target is torch.ops.twinstep.hstu_attention.default
+    }
+    return [list(widths) for widths in sorted(found)]
 
 
 def _to_jax(tensor: Tensor) -> jax.Array:
