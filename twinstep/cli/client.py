@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,7 @@ from twinstep.spec.errors import (
 DEFAULT_URL = "http://127.0.0.1:8765"
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 PAGE = 200
+RETRY_S = (0.5, 2.0)  # between tries of a submit whose answer did not come
 
 _BY_CODE: dict[str, type[TwinstepError]] = {
     kind.code: kind for kind in (SpecError, NotFoundError, ConflictError, AuthError, UnavailableError)
@@ -94,6 +97,20 @@ class PlaneClient:
     def post(self, path: str, body: Any = None) -> Any:
         """Return what POST `path` answers, as JSON."""
         return self._ask("POST", path, json=body)
+
+    def submit(self, spec: Any) -> dict[str, Any]:
+        """Submit a job; where the answer is lost on its way, ask again: the key lets no second job come of it."""
+        key, job = {"Idempotency-Key": str(uuid.uuid4())}, None
+        for wait in (*RETRY_S, None):
+            try:
+                job = self._ask("POST", "/v1/jobs", json=spec, headers=key)
+                break
+            except UnreachableError as error:
+                if wait is None or isinstance(error.__cause__, httpx.ConnectError):
+                    raise
+                time.sleep(wait)
+        found: dict[str, Any] = job or {}
+        return found
 
     def jobs(self, *, limit: int = PAGE, **only: str | None) -> Iterator[dict[str, Any]]:
         """Yield jobs, newest first, page by page; `only` are filters of `GET /v1/jobs`: state, name, id_prefix."""
@@ -164,7 +181,7 @@ class PlaneClient:
         try:
             response = self._http.request(method, path, **options)
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from None
+            raise self._unreachable(error) from error
         if not response.is_success:
             raise problem(response)
         try:

@@ -51,7 +51,7 @@ def submit(
 
     spec = read_spec(spec_path)
     with PlaneClient(environ_url(url)) as plane:
-        job = plane.post("/v1/jobs", spec.model_dump(mode="json"))
+        job = plane.submit(spec.model_dump(mode="json"))
         page = f"{plane.url}/jobs/{job['id']}"
         if as_json:
             print_json({"job": job, "url": page})

@@ -304,3 +304,41 @@ def test_the_table_of_accelerators_is_served(shared) -> None:
     found = shared.http.get("/v1/topologies", params={"up_to": 4}).json()
     assert [row["topology"] for row in found["tpus"][2]["slices"]] == ["2x2x1"]
     assert shared.http.get("/v1/topologies", params={"up_to": 0}).status_code == 422
+
+
+def test_a_submit_that_is_sent_again_with_its_key_finds_its_job(live) -> None:
+    key = {"Idempotency-Key": "a-key"}
+    first = live.http.post("/v1/jobs", json={"name": "a"}, headers=key)
+    again = live.http.post("/v1/jobs", json={"name": "a"}, headers=key)
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.json()["id"] == again.json()["id"]
+    assert again.headers["Location"] == first.headers["Location"]
+    other = live.http.post("/v1/jobs", json={"name": "b"}, headers=key)
+    assert (other.status_code, other.json()["code"]) == (409, "conflict")
+    assert first.json()["id"] in other.json()["detail"]
+    without = live.http.post("/v1/jobs", json={"name": "a"})
+    assert without.status_code == 201
+    assert len(live.http.get("/v1/jobs").json()["items"]) == 2
+
+
+def test_of_many_submits_with_one_key_at_once_one_stores_a_job(live) -> None:
+    answers: list[tuple[int, str]] = []
+
+    def submit() -> None:
+        with httpx.Client(base_url=live.http.base_url, timeout=60) as client:
+            answer = client.post("/v1/jobs", json={"name": "a"}, headers={"Idempotency-Key": "k"})
+            answers.append((answer.status_code, answer.json()["id"]))
+
+    threads = [threading.Thread(target=submit) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(code for code, _ in answers) == [200] * 11 + [201]
+    assert len({job for _, job in answers}) == 1
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "a b", "\u00e9".encode("latin-1")])
+def test_a_key_that_is_none_is_refused(shared, key) -> None:
+    answer = shared.http.post("/v1/jobs", json={"name": "a"}, headers={"Idempotency-Key": key})
+    assert answer.status_code == 422

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from twinstep.platform.api.guard import JSON_TYPE, YAML_TYPES, load_json, media_type, no_body, read_body, require_type
@@ -57,11 +57,35 @@ async def spec_in(request: Request) -> JobSpec:
     return await run_in_threadpool(parse_spec, body)
 
 
-@router.post("/jobs", status_code=201, openapi_extra=_SPEC_BODY, responses=responses(413, 415), summary="Submit a job")
-def submit(service: Asked, spec: Annotated[JobSpec, Depends(spec_in)], response: Response) -> JobDetail:
-    """Store a job from its spec; the scheduler takes it from there. `Location` says where it is."""
-    job = service.submit_job(spec)
+@router.post(
+    "/jobs", status_code=201, openapi_extra=_SPEC_BODY, responses=responses(409, 413, 415), summary="Submit a job"
+)
+def submit(
+    service: Asked,
+    spec: Annotated[JobSpec, Depends(spec_in)],
+    response: Response,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            min_length=1,
+            max_length=255,
+            pattern=r"^[\x21-\x7e]+$",
+            description="The same key and spec again give the job that is there: safe to send again after a time-out.",
+        ),
+    ] = None,
+) -> JobDetail:
+    """Store a job from its spec; the scheduler takes it from there. `Location` says where it is.
+
+    201 where it was stored now, 200 where this key had stored it before, 409 where the key came with another spec.
+    """
+    new = True
+    if idempotency_key is None:
+        job = service.submit_job(spec)
+    else:
+        job, new = service.submit_job_once(spec, key=idempotency_key)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
+    if not new:
+        response.status_code = 200
     return job
 
 

@@ -67,6 +67,22 @@ class Service:
         self._nudge()
         return job
 
+    def submit_job_once(self, spec: JobSpec, *, key: str, actor: str = "user") -> tuple[JobDetail, bool]:
+        """Store a job unless the same submit stored it before; return it, and whether it was stored now.
+
+        Args:
+            key: the submitter's own, by which a submit that is sent again is known.
+
+        Raises:
+            SpecError: no backend of this control plane can run it; nothing is stored.
+            ConflictError: the key came with another spec before.
+        """
+        _check_runnable(spec)
+        job, new = self._store.create_job_once(spec, key=key, actor=actor)
+        if new:
+            self._nudge()
+        return job, new
+
     def plan_job(self, spec: JobSpec) -> RenderedRun:
         """Return what a spec would become in a cluster, checked as the cluster would; stores and sends nothing.
 

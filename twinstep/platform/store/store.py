@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Row, Select, bindparam, func, insert, select, update
+from sqlalchemy import Row, Select, bindparam, func, select, update
+from sqlalchemy.exc import IntegrityError
 
 from twinstep.platform.store.database import Database
-from twinstep.platform.store.ids import new_id
 from twinstep.platform.store.ingest import Ingested, ingest
 from twinstep.platform.store.moves import add_event, write_move
 from twinstep.platform.store.records import (
@@ -27,6 +27,7 @@ from twinstep.platform.store.records import (
     MetricPoint,
     Run,
 )
+from twinstep.platform.store.submits import add_job, known_job, remember_key
 from twinstep.platform.store.tables import EventRow, JobRow, MetricRow, RunRow
 from twinstep.spec.errors import NotFoundError
 from twinstep.spec.job import JobSpec
@@ -77,36 +78,33 @@ class Store:
 
     def create_job(self, spec: JobSpec, *, actor: str = "user") -> JobDetail:
         """Store a job, its first run (`pending`) and the event of it, all or nothing."""
-        now, job_id, run_id = time.time(), new_id("job"), new_id("run")
-        reason = "submitted; the scheduler has not looked at it yet"
         with self._database.write() as connection:
-            connection.execute(
-                insert(JobRow).values(id=job_id, name=spec.name, spec=spec.model_dump(mode="json"), created_at=now)
-            )
-            connection.execute(
-                insert(RunRow).values(
-                    id=run_id,
-                    job_id=job_id,
-                    attempt=1,
-                    state=RunState.PENDING,
-                    reason=reason,
-                    version=1,
-                    created_at=now,
-                    acked_seq=0,
-                )
-            )
-            add_event(
-                connection,
-                job_id=job_id,
-                run_id=run_id,
-                time=now,
-                name="submitted",
-                actor=actor,
-                reason=f"job {spec.name} was submitted",
-                data={"to": RunState.PENDING},
-            )
+            job_id = add_job(connection, spec.name, spec.model_dump(mode="json"), actor=actor)
         self.changes.bump(job_id)
         return self.job(job_id)
+
+    def create_job_once(self, spec: JobSpec, *, key: str, actor: str = "user") -> tuple[JobDetail, bool]:
+        """Store a job unless `key` has stored it before; return it, and whether it was stored now.
+
+        Raises:
+            ConflictError: the key came with another spec before.
+        """
+        body = spec.model_dump(mode="json")
+        try:
+            with self._database.write() as connection:
+                known = known_job(connection, key, body)
+                job_id = known or add_job(connection, spec.name, body, actor=actor)
+                if known is None:
+                    remember_key(connection, key, body, job_id)
+        except IntegrityError:  # another writer stored the key since it was looked for
+            with self._database.read() as connection:
+                known = known_job(connection, key, body)
+            if known is None:
+                raise
+            job_id = known
+        if known is None:
+            self.changes.bump(job_id)
+        return self.job(job_id), known is None
 
     def job(self, job_id: str) -> JobDetail:
         """Return a job with its spec and the standing of its newest run, or raise NotFoundError."""

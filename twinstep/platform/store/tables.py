@@ -61,6 +61,17 @@ class RunRow(Base):
     acked_seq: Mapped[int] = mapped_column(BigInteger)
 
 
+class IdempotencyRow(Base):
+    """A key that a submit came with, so that the same submit again finds its job."""
+
+    __tablename__ = "idempotency_keys"
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    digest: Mapped[str] = mapped_column(String(64))
+    """Of the spec that came with it."""
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
+    created_at: Mapped[float]
+
+
 class EventRow(Base):
     """Something that happened once, to a job or to one of its runs."""
 

@@ -1,0 +1,79 @@
+"""What a submit writes, in the caller's transaction: a job, its first run, the event, and the key it came with.
+
+A writer has the database to itself (SQLite) or meets the key's uniqueness (PostgreSQL): of two submits with one key,
+one stores a job and the other finds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import Any
+
+from sqlalchemy import Connection, insert, select
+
+from twinstep.platform.store.ids import new_id
+from twinstep.platform.store.moves import add_event
+from twinstep.platform.store.tables import IdempotencyRow, JobRow, RunRow
+from twinstep.spec.errors import ConflictError
+from twinstep.spec.states import RunState
+
+
+def add_job(connection: Connection, name: str, spec: dict[str, Any], *, actor: str) -> str:
+    """Write a job, its first run (`pending`) and the event of it; return the job's id."""
+    now, job_id, run_id = time.time(), new_id("job"), new_id("run")
+    connection.execute(insert(JobRow).values(id=job_id, name=name, spec=spec, created_at=now))
+    connection.execute(
+        insert(RunRow).values(
+            id=run_id,
+            job_id=job_id,
+            attempt=1,
+            state=RunState.PENDING,
+            reason="submitted; the scheduler has not looked at it yet",
+            version=1,
+            created_at=now,
+            acked_seq=0,
+        )
+    )
+    add_event(
+        connection,
+        job_id=job_id,
+        run_id=run_id,
+        time=now,
+        name="submitted",
+        actor=actor,
+        reason=f"job {name} was submitted",
+        data={"to": RunState.PENDING},
+    )
+    return job_id
+
+
+def known_job(connection: Connection, key: str, spec: dict[str, Any]) -> str | None:
+    """Return the id of the job that was stored with `key`; None where there is none.
+
+    Raises:
+        ConflictError: it came with another spec.
+    """
+    row = connection.execute(
+        select(IdempotencyRow.digest, IdempotencyRow.job_id).where(IdempotencyRow.key == key)
+    ).one_or_none()
+    if row is None:
+        return None
+    if row.digest != _digest(spec):
+        raise ConflictError(
+            f"the Idempotency-Key {key!r} came with another spec before, for job {row.job_id}",
+            remedy="send a new key with a new spec, or the same spec with this one",
+        )
+    return str(row.job_id)
+
+
+def remember_key(connection: Connection, key: str, spec: dict[str, Any], job_id: str) -> None:
+    """Write the key of a job that was just stored."""
+    connection.execute(
+        insert(IdempotencyRow).values(key=key, digest=_digest(spec), job_id=job_id, created_at=time.time())
+    )
+
+
+def _digest(spec: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
