@@ -1,7 +1,7 @@
 """The table of commands, and the one place where an error becomes words and an exit code.
 
-Commands live in `here.py` (this machine: up, train, validate, schema), `jobs.py` (ask the control plane) and
-`cluster.py` (topologies, render).
+Commands live in `here.py` (this machine: up, train, validate, schema), `parity.py` (compare the backends here),
+`jobs.py` (ask the control plane) and `cluster.py` (topologies, render).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from twinstep.cli import cluster, here, jobs
+from twinstep.cli import cluster, here, jobs, parity
 from twinstep.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_code, report_error
 from twinstep.spec.errors import TwinstepError
 
@@ -59,6 +59,7 @@ def _root(
 here.register(app)
 jobs.register(app)
 cluster.register(app)
+parity.register(app)
 
 
 def run(argv: Sequence[str]) -> int:
