@@ -1,4 +1,4 @@
-"""DLRMv3Config: sizes and features of one DLRMv3, frozen; what a spec and a schema become before a module is built."""
+"""Sizes and features of one DLRMv3 or DLRM, frozen; what a spec and a schema become before a module is built."""
 
 from __future__ import annotations
 
@@ -90,3 +90,23 @@ class DLRMv3Config:
     """Factor on every task's loss."""
     input_dropout: float = 0.0
     """Probability of zeroing a value of the encoded sequence, in training."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DLRMConfig:
+    """One DLRM."""
+
+    num_dense: int
+    """N: dense features of a row."""
+    tables: tuple[TableConfig, ...]
+    """One per multi-hot feature, in the order of the batch; all of one width."""
+    bottom_dims: tuple[int, ...] = (512, 256)
+    """Hidden widths of the MLP over dense features; its last layer has the tables' width."""
+    top_dims: tuple[int, ...] = (512, 256)
+    """Hidden widths of the MLP over the interaction; its last layer gives the logit."""
+    interaction: Literal["dot", "dcn"] = "dot"
+    """`dot`: dot products of all pairs of vectors; `dcn`: DCN-v2's low-rank cross layers."""
+    num_cross_layers: int = 3
+    """Cross layers; `dot` has none."""
+    cross_rank: int = 512
+    """R: rank of a cross layer's matrix."""

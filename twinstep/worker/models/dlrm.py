@@ -1,0 +1,122 @@
+"""DLRM: dense features and multi-hot tables, crossed by dot products (Naumov et al. 2019, arXiv:1906.00091) or by
+DCN-v2's low-rank cross layers (Wang et al. 2020, arXiv:2008.13535), as MLPerf's DLRM-DCNv2 has them.
+
+Multi-hot features have static shapes: H id slots and a mask, summed; offsets into a flat list would make shapes
+depend on data, which no compiled step can hold.
+
+# Shapes: B rows, N dense features, F multi-hot features, H id slots of a feature, E embedding width,
+# V = F + 1 vectors (the dense one first), P = V*(V-1)/2 pairs, D = V*E, R cross rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twinstep.worker.data.batch import MultiHotBatch
+from twinstep.worker.embedding.collection import EmbeddingCollection
+from twinstep.worker.models.config import DLRMConfig
+from twinstep.worker.models.dlrmv3 import ModelOutput
+from twinstep.worker.models.layers import Linear
+
+
+class DLRM(nn.Module):
+    """Bottom MLP and summed tables → interaction → top MLP → one logit; binary cross-entropy."""
+
+    def __init__(self, config: DLRMConfig) -> None:
+        """Make the module, its matrices and tables uninitialised: `init_dlrm` fills them.
+
+        Raises:
+            AssertionError: tables of several widths, which an interaction cannot cross.
+        """
+        super().__init__()
+        dims = {table.dim for table in config.tables}
+        assert len(dims) == 1, "all tables of a DLRM have one width"  # noqa: S101
+        dim, num_vectors = dims.pop(), len(config.tables) + 1
+        self.config = config
+        self._embedding_collection = EmbeddingCollection({t.name: (t.rows, t.dim) for t in config.tables})
+        self._bottom = relu_mlp((config.num_dense, *config.bottom_dims, dim), last=True)
+        self._interaction: DotInteraction | LowRankCross
+        if config.interaction == "dot":
+            self._interaction = DotInteraction(num_vectors)
+            out_dim = dim + num_vectors * (num_vectors - 1) // 2
+        else:
+            out_dim = num_vectors * dim
+            self._interaction = LowRankCross(out_dim, rank=config.cross_rank, num_layers=config.num_cross_layers)
+        self._top = relu_mlp((out_dim, *config.top_dims, 1), last=False)
+
+    def forward(self, batch: MultiHotBatch) -> ModelOutput:
+        """Return the loss (mean over weighed rows) and the logits, [1, B, 1]."""
+        dense_BE = self._bottom(batch.dense)
+        pooled = [
+            self._embedding_collection(table.name, batch.ids[:, f], batch.valid[:, f]).sum(dim=1)
+            for f, table in enumerate(self.config.tables)
+        ]
+        vectors_BVE = torch.stack((dense_BE, *pooled), dim=1)
+        logits_B = self._top(self._interaction(vectors_BVE)).squeeze(1)
+        losses_B = F.binary_cross_entropy_with_logits(logits_B, batch.labels, reduction="none")
+        loss = torch.where(batch.weights > 0, losses_B * batch.weights, 0.0).sum() / batch.weights.sum().clamp(min=1.0)
+        return ModelOutput(loss=loss, task_losses=loss.reshape(1), logits=logits_B.reshape(1, -1, 1))
+
+
+class DotInteraction(nn.Module):
+    """The dense vector, and the dot product of every pair of different vectors."""
+
+    _pairs: Tensor
+
+    def __init__(self, num_vectors: int) -> None:
+        super().__init__()
+        row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        self.register_buffer("_pairs", row * num_vectors + column, persistent=False)
+
+    def forward(self, vectors_BVE: Tensor) -> Tensor:
+        """[B, V, E] → [B, E + P]."""
+        products_BVV = torch.bmm(vectors_BVE, vectors_BVE.transpose(1, 2))
+        pairs_BP = products_BVV.flatten(1).index_select(1, self._pairs)
+        return torch.cat((vectors_BVE[:, 0], pairs_BP), dim=1)
+
+
+class LowRankCross(nn.Module):
+    """Cross layers of DCN-v2: x ← x₀ ⊙ (W_up (W_down x) + b) + x, with x₀ all vectors end to end."""
+
+    def __init__(self, dim: int, *, rank: int, num_layers: int) -> None:
+        super().__init__()
+        self._down = nn.ModuleList(nn.Linear(dim, rank, bias=False) for _ in range(num_layers))
+        self._up = nn.ModuleList(Linear(rank, dim) for _ in range(num_layers))
+
+    def forward(self, vectors_BVE: Tensor) -> Tensor:
+        """[B, V, E] → [B, D]."""
+        first_BD = vectors_BVE.flatten(1)
+        x_BD = first_BD
+        for down, up in zip(self._down, self._up, strict=True):
+            x_BD = first_BD * up(down(x_BD)) + x_BD
+        return x_BD
+
+
+def relu_mlp(dims: Sequence[int], *, last: bool) -> nn.Sequential:
+    """Return Linear → ReLU → …; with `last` a ReLU stands at the end too."""
+    layers: list[nn.Module] = []
+    for index in range(len(dims) - 1):
+        layers.append(Linear(dims[index], dims[index + 1]))
+        if last or index < len(dims) - 2:
+            layers.append(nn.ReLU())
+    return nn.Sequential(*layers)
+
+
+def init_dlrm(model: DLRM, *, generator: torch.Generator) -> None:
+    """Fill the model as the public DLRM does, all from one generator, in the order of its parameters.
+
+    Tables uniform in ± rows^(-1/2); matrices normal with variance 2 / (in + out); biases with variance 1 / out.
+    Cross layers: Xavier normal, zero bias.
+    """
+    for name, parameter in model.named_parameters():
+        if name.startswith("_embedding_collection."):
+            bound = parameter.shape[0] ** -0.5
+            nn.init.uniform_(parameter, -bound, bound, generator=generator)
+        elif parameter.dim() == 2:
+            nn.init.xavier_normal_(parameter, generator=generator)
+        elif not name.startswith("_interaction."):
+            nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5, generator=generator)
