@@ -44,7 +44,8 @@ svg text { font: 11px system-ui, sans-serif; fill: var(--dim); } svg text.head {
 .series { fill: none; stroke-width: 1.8; } .key { display: inline-block; vertical-align: middle; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .87rem; width: 100%; }
 th, td { text-align: left; padding: .22rem .7rem .22rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
-th { color: var(--dim); font-weight: 500; } td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+th { color: var(--dim); font-weight: 500; } td.n, th.n { text-align: right; white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
 td.name { overflow-wrap: anywhere; } summary { cursor: pointer; margin: .8rem 0 .4rem; }
 """
 
