@@ -9,9 +9,10 @@ from fastapi.openapi.utils import get_openapi
 from starlette.routing import Match
 
 from twinstep import __version__
-from twinstep.platform.api import jobs, stream, workers
+from twinstep.platform.api import jobs, observe, stream, workers
 from twinstep.platform.api.guard import OriginGuard
 from twinstep.platform.api.jobs import Asked
+from twinstep.platform.api.observe import Observed, RequestTimer
 from twinstep.platform.api.problems import FaultModel, MethodError, Problem, add_handlers, no_such_path
 from twinstep.platform.scheduler.service import Readiness, Service
 from twinstep.platform.store.records import View
@@ -54,11 +55,13 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    for router in (jobs.router, stream.router, workers.router, health):
+    app.state.observed = Observed(service)
+    for router in (jobs.router, stream.router, workers.router, health, observe.router):
         app.include_router(router)
     _add_unknown_paths(app)
     add_handlers(app)
     app.add_middleware(OriginGuard)
+    app.add_middleware(RequestTimer, observed=app.state.observed)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

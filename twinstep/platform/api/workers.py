@@ -49,6 +49,7 @@ async def report(
             batch = ReportBatch.model_validate_json(body)
         except ValidationError as error:
             raise from_validation(error) from None
+        request.app.state.observed.records.inc(len(batch.records))
         return service.report(run_id, batch)
 
     return await run_in_threadpool(take)

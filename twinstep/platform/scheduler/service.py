@@ -202,6 +202,14 @@ class Service:
                 remedy="send `Authorization: Bearer TOKEN` with the TWINSTEP_RUN_TOKEN the worker was started with",
             )
 
+    def count_runs(self) -> dict[RunState, int]:
+        """Return how many runs are in each state."""
+        return self._store.count_runs()
+
+    def live_runs(self) -> list[Run]:
+        """Return every run that has not ended."""
+        return self._store.live_runs()
+
     def readiness(self) -> Readiness:
         """Say whether the database answers and the reconciler passes."""
         self._store.jobs(limit=1)

@@ -163,6 +163,12 @@ class Store:
         with self._database.read() as connection:
             return [Run.model_validate(row._asdict()) for row in connection.execute(query)]
 
+    def count_runs(self) -> dict[RunState, int]:
+        """Return how many runs are in each state; a state that no run is in is left out."""
+        query = select(RunRow.state, func.count()).group_by(RunRow.state)
+        with self._database.read() as connection:
+            return {RunState(state): count for state, count in connection.execute(query)}
+
     def token_hash(self, run_id: str) -> str | None:
         """Return the hash of a run's token; null before its first start, and where there is no such run."""
         with self._database.read() as connection:

@@ -1,0 +1,138 @@
+"""What a Prometheus server asks for: runs by state, how live ones get on, requests, reports. Names no secret, no spec.
+
+Counters are this process's; states and progress are read from the store when they are asked for, so that every replica
+says the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from twinstep import __version__
+from twinstep.platform.scheduler.service import Service
+from twinstep.spec.states import RunState
+
+router = APIRouter(tags=["health"])
+
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of the histogram of request durations, in seconds."""
+
+
+class Observed:
+    """The metrics of one app."""
+
+    def __init__(self, service: Service) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_Runs(service))
+        self.requests = Histogram(
+            "twinstep_http_request_seconds",
+            "Duration of requests, streams left out.",
+            ("method", "route", "status"),
+            registry=self.registry,
+            buckets=BUCKETS,
+        )
+        self.records = Counter("twinstep_report_records", "Records that workers sent.", registry=self.registry)
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _Runs(Collector):
+    """Reads the store once a scrape."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: registering must not ask the store."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the store says now."""
+        info = GaugeMetricFamily("twinstep_build", "Version of the control plane.", labels=("version",))
+        info.add_metric((__version__,), 1)
+        yield info
+        states = GaugeMetricFamily("twinstep_runs", "Runs by state.", labels=("state",))
+        counts = self._service.count_runs()
+        for state in RunState:
+            states.add_metric((state.value,), counts.get(state, 0))
+        yield states
+        yield from self._live()
+        readiness = self._service.readiness()
+        ready = GaugeMetricFamily("twinstep_ready", "1 while runs are looked after.", value=float(readiness.ready))
+        yield ready
+        if readiness.reconciler_age_seconds is not None:
+            yield GaugeMetricFamily(
+                "twinstep_reconciler_age_seconds",
+                "Since the last whole pass over the runs.",
+                value=readiness.reconciler_age_seconds,
+            )
+
+    def _live(self) -> Iterator[Metric]:
+        labels = ("job", "run")
+        families = {
+            "step": GaugeMetricFamily("twinstep_run_step", "Steps that a live run has done.", labels=labels),
+            "total_steps": GaugeMetricFamily("twinstep_run_steps", "Steps of a live run in all.", labels=labels),
+            "examples_per_s": GaugeMetricFamily(
+                "twinstep_run_examples_per_second", "Training examples a second, lately.", labels=labels
+            ),
+            "eta_s": GaugeMetricFamily("twinstep_run_eta_seconds", "Seconds to the last step.", labels=labels),
+        }
+        silence = GaugeMetricFamily(
+            "twinstep_run_silence_seconds", "Since the worker was last heard of.", labels=labels
+        )
+        now = time.time()
+        for run in self._service.live_runs():
+            for field, family in families.items():
+                value = getattr(run.progress, field, None)
+                if value is not None:
+                    family.add_metric((run.job_id, run.id), value)
+            if run.heartbeat_at is not None:
+                silence.add_metric((run.job_id, run.id), max(0.0, now - run.heartbeat_at))
+        yield from (*families.values(), silence)
+
+
+class RequestTimer:
+    """ASGI middleware: the duration of each request by method, route and status."""
+
+    def __init__(self, app: ASGIApp, observed: Observed) -> None:
+        self.app = app
+        self._observed = observed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on and note how long it took."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status, streams = time.perf_counter(), 500, False
+
+        async def note(message: Message) -> None:
+            nonlocal status, streams
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                streams = (b"content-type", b"text/event-stream; charset=utf-8") in message["headers"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, note)
+        finally:
+            if not streams:
+                # The route's pattern, never the path: ids would make a series each.
+                route = getattr(scope.get("route"), "path", "other")
+                labels = (scope["method"] if route != "other" else "any", route, str(status))
+                self._observed.requests.labels(*labels).observe(time.perf_counter() - started)
+
+
+@router.get("/metrics", summary="What Prometheus asks for", response_class=Response)
+def metrics(request: Request) -> Response:
+    """Return runs by state, the progress of live ones, request durations, in Prometheus' text format."""
+    observed: Observed = request.app.state.observed
+    return Response(observed.text(), media_type=CONTENT_TYPE_LATEST)
