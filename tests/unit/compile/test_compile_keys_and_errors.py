@@ -96,6 +96,7 @@ def test_a_change_in_any_field_of_the_key_misses_and_has_a_reason() -> None:
     changed: dict[str, Any] = {
         "sizes": (("batch_size", 3),),
         "devices": 2,
+        "mesh": (("data", "2"),),
         "state": (*key.state[:-1], (key.state[-1][0], (7,), "float32")),
         "batch": (),
         "structure": "list",

@@ -5,7 +5,7 @@ Nothing is changed: passes and people read it. `Runner.explain` shows it as a ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,25 +101,46 @@ class Annotations:
         return {value.name: value for value in self.values}
 
 
-def annotate(
-    captured: Captured,
-    leaf_paths: tuple[str, ...],
-    *,
-    batch_dims: Mapping[str, int] | None = None,
-    batch_size: int | None = None,
-    mesh: Mesh | None = None,
-) -> Annotations:
-    """Annotate a captured step.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """How a step is spread over devices, as far as the caller said."""
 
-    Args:
-        leaf_paths: of the batch, in the order of the graph's placeholders.
-        batch_dims: position of the batch dimension by leaf; None: see `leaf_dims`.
-        batch_size: B where it is known.
+    mesh: Mesh | None = None
+    batch_dims: Mapping[str, int] | None = None
+    """Position of the batch dimension by batch leaf; None: the leading one where it is as long as most leaves'."""
+
+    def leaves(self, shapes: Mapping[str, Sequence[int]]) -> tuple[int | None, dict[str, Dims]]:
+        """Return the batch size, and the batch dimension of each leaf."""
+        return leaf_dims(shapes, declared=self.batch_dims)
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise unless the mesh divides the batch.
+
+        Raises:
+            CompileError: it does not.
+        """
+        if self.mesh is not None:
+            _, dims = self.leaves(shapes)
+            place([_leaf(path, shape, 0, dims[path]) for path, shape in shapes.items()], self.mesh)
+
+    @property
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """What a CompileKey holds of it."""
+        if self.mesh is None:
+            return ()
+        axes = [(name, str(length)) for name, length in self.mesh.axes]
+        dims = "leading" if self.batch_dims is None else str(sorted(self.batch_dims.items()))
+        return (*axes, ("tables split from", f"{self.mesh.shard_bytes} bytes"), ("batch dimensions", dims))
+
+
+def annotate(captured: Captured, spread: Spread) -> Annotations:
+    """Annotate a captured step.
 
     Raises:
         CompileError: the mesh does not divide the batch.
     """
-    inputs = Inputs.of(captured, leaf_paths, batch_dims=batch_dims, batch_size=batch_size)
+    mesh = spread.mesh
+    inputs = Inputs.of(captured, spread)
     placement = None if mesh is None else place(inputs.placed, mesh)
     labels: Mapping[fx.Node, Labels] = {}
     if inputs.batch_size is not None:
@@ -142,24 +163,14 @@ class Inputs:
     batch_size: int | None
 
     @classmethod
-    def of(
-        cls,
-        captured: Captured,
-        leaf_paths: tuple[str, ...],
-        *,
-        batch_dims: Mapping[str, int] | None = None,
-        batch_size: int | None = None,
-    ) -> Inputs:
+    def of(cls, captured: Captured, spread: Spread) -> Inputs:
         """Read them off the graph."""
         nodes = [node for node in captured.graph.graph.nodes if node.op == "placeholder"]
         first, second = captured.num_state, captured.num_state + captured.num_rates
         state, rates = nodes[:first], nodes[first:second]
         batch = nodes[second : second + captured.num_batch]
-        size, dims = leaf_dims(
-            {path: node.meta["val"].shape for path, node in zip(leaf_paths, batch, strict=True)},
-            declared=batch_dims,
-            batch_size=batch_size,
-        )
+        leaves = dict(zip(captured.leaf_paths, batch, strict=True))
+        size, dims = spread.leaves({path: node.meta["val"].shape for path, node in leaves.items()})
         placed = [
             Placed(
                 name=slot.name,
@@ -170,12 +181,15 @@ class Inputs:
             )
             for slot, node in zip(captured.context.slots, state, strict=True)
         ]
-        for path, node in zip(leaf_paths, batch, strict=True):
-            at = next((index for index, label in enumerate(dims[path]) if label is not None), None)
-            shape, itemsize = tuple(node.meta["val"].shape), node.meta["val"].element_size()
-            placed.append(Placed(name=path, role="batch", shape=shape, itemsize=itemsize, batch_dim=at))
-        seeds = {node: dims[path] for path, node in zip(leaf_paths, batch, strict=True)}
+        for path, node in leaves.items():
+            placed.append(_leaf(path, node.meta["val"].shape, node.meta["val"].element_size(), dims[path]))
+        seeds = {node: dims[path] for path, node in leaves.items()}
         return cls(tuple(state), tuple(rates), tuple(batch), tuple(placed), seeds, size)
+
+
+def _leaf(path: str, shape: Sequence[int], itemsize: int, dims: Dims) -> Placed:
+    at = next((index for index, label in enumerate(dims) if label is not None), None)
+    return Placed(name=path, role="batch", shape=tuple(shape), itemsize=itemsize, batch_dim=at)
 
 
 _LOOKUPS = frozenset({aten.embedding, aten.index, aten._unsafe_index, aten.index_select, aten._embedding_bag})

@@ -65,23 +65,22 @@ Labels = Dims | tuple[Dims, ...]
 
 
 def leaf_dims(
-    shapes: Mapping[str, Sequence[int]], *, declared: Mapping[str, int] | None = None, batch_size: int | None = None
+    shapes: Mapping[str, Sequence[int]], *, declared: Mapping[str, int] | None = None
 ) -> tuple[int | None, dict[str, Dims]]:
-    """Return the batch size, and the batch dimension of each batch leaf.
+    """Return the batch size (the shortest declared dimension, or most leaves' leading one), and each leaf's dimension.
 
     Args:
         shapes: of the leaves, by path.
         declared: position of the batch dimension by leaf; leaves it does not name have none. None: it is the leading
             one wherever that is as long as most leaves' leading one.
-        batch_size: B, where it is known; else the shortest declared dimension, or most leaves' leading one.
     """
     named = {path: tuple(shape) for path, shape in shapes.items()}
     if declared is not None:
         positions = {path: at for path, at in declared.items() if path in named and at < len(named[path])}
-        size = batch_size or min((named[path][at] for path, at in positions.items()), default=0)
+        size = min((named[path][at] for path, at in positions.items()), default=0)
     else:
         leading = Counter(shape[0] for shape in named.values() if shape)
-        size = batch_size or (leading.most_common(1)[0][0] if leading else 0)
+        size = leading.most_common(1)[0][0] if leading else 0
         positions = {path: 0 for path, shape in named.items() if shape and shape[0] == size}
     if size < 2:  # one sample: every dimension of length 1 looks alike
         return None, {path: (None,) * len(shape) for path, shape in named.items()}

@@ -75,6 +75,8 @@ class Captured:
     num_state: int
     num_rates: int
     num_batch: int
+    leaf_paths: tuple[str, ...]
+    """Of the batch, in the order of its placeholders."""
     constants: tuple[Tensor, ...]
     live: frozenset[int]
     """Constants, by position, that are tensors the step reads from elsewhere (a closure, a global, an attribute); the
@@ -137,7 +139,7 @@ def capture(
     Raises:
         CaptureError: the step does what one graph cannot hold; the message names file and line.
     """
-    leaves, _, batch_spec = batch_leaves(batch)
+    leaves, paths, batch_spec = batch_leaves(batch)
     flat_step = _FlatStep(train_step, state, optimizer, batch_spec)
     example = _without_values([*state.tensors(), *state.learning_rates(), *leaves])
     context = PassContext(
@@ -168,6 +170,7 @@ def capture(
         num_state=len(state.slots),
         num_rates=len(state.learning_rates()),
         num_batch=len(leaves),
+        leaf_paths=tuple(paths),
         constants=constants,
         live=frozenset(index for index, each in enumerate(constants) if _memory(each) in closed_over),
         outputs=flat_step.outputs,

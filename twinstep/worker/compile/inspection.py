@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from twinstep.spec.errors import CompileError
-from twinstep.worker.compile.annotate import Annotations, annotate
+from twinstep.worker.compile.annotate import Annotations, Spread, annotate
 from twinstep.worker.compile.draw import draw
 from twinstep.worker.compile.explain import Explanation, explain
 from twinstep.worker.compile.passes.table import PASSES
-from twinstep.worker.compile.placement import Mesh
 
 if TYPE_CHECKING:
     from twinstep.worker.compile.capture import Captured
@@ -21,15 +18,6 @@ if TYPE_CHECKING:
 GraphStage = Literal["captured", "transformed", "lowered"]
 GRAPH_STAGES: tuple[GraphStage, ...] = ("captured", "transformed", "lowered")
 WITHOUT_PASSES = frozenset(each.name for each in PASSES)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """How a step is spread over devices, as far as the caller said."""
-
-    mesh: Mesh | None = None
-    batch_dims: Mapping[str, int] | None = None
-    """Position of the batch dimension by batch leaf; None: the leading one where it is as long as most leaves'."""
 
 
 class Capture(Protocol):
@@ -62,13 +50,7 @@ class Inspectable:
         Raises:
             CompileError: the mesh does not divide the batch.
         """
-        return annotate(
-            self.captured,
-            tuple(path for path, _, _ in self.key.batch),
-            batch_dims=self._spread.batch_dims,
-            batch_size=dict(self.key.sizes).get("batch_size"),
-            mesh=self._spread.mesh,
-        )
+        return annotate(self.captured, self._spread)
 
     def explain(self) -> Explanation:
         """Return what the compiler did with the step, as tables; `print` shows them as text."""

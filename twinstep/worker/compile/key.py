@@ -32,6 +32,8 @@ class CompileKey:
     """Named sizes of the batch, as the caller knows them: batch_size, uih_len, uih_budget, num_candidates."""
     devices: int
     """Devices the step is spread over."""
+    mesh: tuple[tuple[str, str], ...]
+    """Axes of the mesh, and what else decides where tensors live; empty for one device."""
     state: tuple[TensorInfo, ...]
     """Name, shape and dtype of every parameter (tables among them; frozen ones say so), buffer, optimizer tensor."""
     batch: tuple[TensorInfo, ...]
@@ -89,7 +91,7 @@ def changes(before: CompileKey, now: CompileKey) -> tuple[tuple[str, str], ...]:
 
 
 def _difference(field: str, old: Any, new: Any) -> str:
-    if field in ("sizes", "versions", "modules", "ambient"):
+    if field in ("sizes", "mesh", "versions", "modules", "ambient"):
         was, is_now = dict(old), dict(new)
         changed = [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]
         shown = [f"{name} {was.get(name, 'none')} → {is_now.get(name, 'none')}" for name in changed[:3]]

@@ -20,9 +20,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from twinstep.spec.errors import CompileError
+from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
-from twinstep.worker.compile.inspection import Capture, Inspectable, Spread
+from twinstep.worker.compile.inspection import Capture, Inspectable
 from twinstep.worker.compile.kept import Kept, pack, unpack
 from twinstep.worker.compile.key import (
     CompileKey,
@@ -32,8 +33,9 @@ from twinstep.worker.compile.key import (
     tensor_info,
     versions,
 )
+from twinstep.worker.compile.lifted import BackendName, Lifted
 from twinstep.worker.compile.placement import Mesh
-from twinstep.worker.compile.program import Backend, Program
+from twinstep.worker.compile.program import Program
 from twinstep.worker.compile.stamp import Stamp
 from twinstep.worker.compile.standing import batch_info, reach, standing
 from twinstep.worker.compile.state import Optimizers, TrainState
@@ -41,7 +43,6 @@ from twinstep.worker.compile.store import MAX_BYTES, ProgramStore
 from twinstep.worker.compile.storm import MAX_COMPILES, WINDOW, StormWatch
 from twinstep.worker.compile.strategies import Strategy, resolve
 
-BackendName = Literal["inductor", "xla", "eager"]
 MAX_RUNNERS = 8  # programs kept in memory; an executable and its workspace are tens of MB
 
 
@@ -55,7 +56,7 @@ class Runner(Inspectable):
     def __init__(
         self,
         made: _Made,
-        lifted: _Lifted,
+        lifted: Lifted,
         model: nn.Module,
         key: CompileKey,
         batch_spec: pytree.TreeSpec,
@@ -193,6 +194,11 @@ class StepCompiler:
         self._optimizer = optimizer
         self._spread = Spread(mesh=None if mesh is None else Mesh.of(mesh), batch_dims=batch_dims)
         self._devices = devices if self._spread.mesh is None else self._spread.mesh.size
+        if self._spread.mesh is not None and backend != "xla":
+            raise CompileError(
+                f"the {backend} backend takes no mesh",
+                remedy="use the xla backend, or Communication() over a process group, one process a device",
+            )
         self._strategies = resolve(strategies)
         self._on_start = on_start
         self._on_event = on_event
@@ -256,7 +262,8 @@ class StepCompiler:
         self._last = runner.key
         return runner
 
-    def _new(self, key: CompileKey, batch: Any, lifted: _Lifted) -> Runner:
+    def _new(self, key: CompileKey, batch: Any, lifted: Lifted) -> Runner:
+        self._spread.check({path: shape for path, shape, _ in key.batch})
         why = reason(self._last, key)
         if self._on_start:
             self._on_start(why)
@@ -287,7 +294,7 @@ class StepCompiler:
             self._on_warning(CompileWarning(name="recompile_storm", text=storm.text, data=data))
         return runner
 
-    def _obtain(self, key: CompileKey, batch: Any, lifted: _Lifted) -> _Made:
+    def _obtain(self, key: CompileKey, batch: Any, lifted: Lifted) -> _Made:
         """Return a program from disk, or one compiled now and put there; one process at a time compiles a key."""
         if self._store is None:
             return self._compile(batch, lifted)
@@ -304,7 +311,7 @@ class StepCompiler:
                     self._store.put(key.text, entry)
         return made
 
-    def _from_disk(self, store: ProgramStore, key: CompileKey, lifted: _Lifted) -> _Made | None:
+    def _from_disk(self, store: ProgramStore, key: CompileKey, lifted: Lifted) -> _Made | None:
         parts = store.get(key.text)
         if parts is None:
             return None
@@ -318,7 +325,7 @@ class StepCompiler:
             store.drop(key.text)
             return None
 
-    def _compile(self, batch: Any, lifted: _Lifted) -> _Made:
+    def _compile(self, batch: Any, lifted: Lifted) -> _Made:
         started = time.perf_counter()
         captured = self._capture(batch, lifted)
         seconds = time.perf_counter() - started
@@ -326,7 +333,7 @@ class StepCompiler:
         kept = Kept.of(captured, self._reach.tensors)
         return _Made(program, kept, "backend" if program.from_cache else "none", captured, seconds)
 
-    def _capture(self, batch: Any, lifted: _Lifted, without: frozenset[str] = frozenset()) -> Captured:
+    def _capture(self, batch: Any, lifted: Lifted, without: frozenset[str] = frozenset()) -> Captured:
         return capture(
             self._step,
             lifted.state,
@@ -338,7 +345,7 @@ class StepCompiler:
             without=without,
         )
 
-    def _capture_like(self, batch: Any, lifted: _Lifted) -> Capture:
+    def _capture_like(self, batch: Any, lifted: Lifted) -> Capture:
         """Return what captures the step for batches like this one, without holding on to its values."""
         like = pytree.tree_map_only(Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), batch)
 
@@ -356,6 +363,7 @@ class StepCompiler:
         return CompileKey(
             sizes=named_sizes(sizes),
             devices=self._devices,
+            mesh=self._spread.key,
             **standing(state, self._model),
             batch=tuple(tensor_info(path, leaf) for path, leaf in zip(paths, leaves, strict=True)),
             structure=str(spec),
@@ -376,7 +384,7 @@ class StepCompiler:
         if self._lifted is not None:
             self._lifted.backend.push()
 
-    def _lift_again_where_outdated(self) -> _Lifted:
+    def _lift_again_where_outdated(self) -> Lifted:
         """Return the lifted state, found anew after a parameter was frozen or a parameter group added.
 
         Programs made for the old slots go.
@@ -390,9 +398,14 @@ class StepCompiler:
             self._lifted = lifted
         return lifted
 
-    def _lift(self) -> _Lifted:
-        return _Lifted.of(
-            self._model, self._optimizer, self.backend_name, cache_dir=self._cache_dir, in_place=self._in_place
+    def _lift(self) -> Lifted:
+        return Lifted.of(
+            self._model,
+            self._optimizer,
+            self.backend_name,
+            cache_dir=self._cache_dir,
+            in_place=self._in_place,
+            spread=self._spread,
         )
 
     @property
@@ -400,7 +413,7 @@ class StepCompiler:
         """The state that was lifted out of model and optimizers."""
         return self._need_lifted().state
 
-    def _need_lifted(self) -> _Lifted:
+    def _need_lifted(self) -> Lifted:
         if self._lifted is None:
             raise CompileError("the eager backend compiles nothing", remedy="call the StepCompiler itself")
         return self._lifted
@@ -425,14 +438,27 @@ def compile(
     *,
     target: Literal["inductor", "xla"] = "inductor",
     strategies: Sequence[Strategy | str] | None = None,
+    mesh: Mesh | Mapping[str, int] | None = None,
+    batch_dims: Mapping[str, int] | None = None,
     cache_dir: Path | None = None,
 ) -> Runner:
     """Compile the whole training step (forward, backward, update) for batches like `example_batch`.
 
+    `strategies`, `mesh` and `batch_dims` are StepCompiler's.
+
     Raises:
         CompileError: the step cannot be captured or lowered; model and optimizer are as they were.
     """
-    compiler = StepCompiler(train_step, model, optimizer, backend=target, strategies=strategies, cache_dir=cache_dir)
+    compiler = StepCompiler(
+        train_step,
+        model,
+        optimizer,
+        backend=target,
+        strategies=strategies,
+        mesh=mesh,
+        batch_dims=batch_dims,
+        cache_dir=cache_dir,
+    )
     return compiler.runner(example_batch)
 
 
@@ -448,25 +474,3 @@ class _Made:
     cache: Literal["none", "disk", "backend"]
     captured: Captured | None = None
     capture_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Lifted:
-    """The state that was lifted out of model and optimizers, and the backend that holds it between steps."""
-
-    state: TrainState
-    backend: Backend
-
-    @classmethod
-    def of(
-        cls, model: nn.Module, optimizer: Optimizers, name: BackendName, *, cache_dir: Path | None, in_place: bool
-    ) -> _Lifted:
-        state = TrainState(model, optimizer)
-        # Each backend's stack takes seconds to import, so only the one asked for is.
-        if name == "inductor":
-            from twinstep.worker.compile.lower.inductor import InductorBackend
-
-            return cls(state, InductorBackend(state, cache_dir=cache_dir and cache_dir / "inductor", in_place=in_place))
-        from twinstep.worker.compile.lower.xla import XlaBackend
-
-        return cls(state, XlaBackend(state, cache_dir=cache_dir and cache_dir / "xla", in_place=in_place))

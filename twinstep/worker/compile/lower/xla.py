@@ -25,8 +25,10 @@ from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions, get_decompositions
 
 from twinstep.spec.errors import CompileError, DataError
+from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower import xla_attention_cpu
+from twinstep.worker.compile.lower.layout import Layout, Specs
 from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
 from twinstep.worker.compile.partition import folded
@@ -51,8 +53,11 @@ class XlaBackend:
 
     name = "xla"
 
-    def __init__(self, state: TrainState, *, cache_dir: Path | None, in_place: bool = True) -> None:
+    def __init__(
+        self, state: TrainState, *, cache_dir: Path | None, in_place: bool = True, spread: Spread | None = None
+    ) -> None:
         self._live = state
+        self.layout = Layout(spread or Spread())
         self._in_place = in_place
         self.arrays: list[jax.Array] = []
         self._seen: list[tuple[Tensor, int]] = []
@@ -71,19 +76,22 @@ class XlaBackend:
         Raises:
             CompileError: an op has no lowering, or XLA refuses the program.
         """
+        layout = self.layout
+        batch_specs = layout.learn(captured)
         if not self.arrays:
             self.push()
-        constants = [_to_jax(tensor) for tensor in captured.constants]
-        rates = [jnp.float32(0)] * captured.num_rates
+        constants = [layout.everywhere(_to_jax(tensor)) for tensor in captured.constants]
+        rates = [layout.everywhere(jnp.float32(0))] * captured.num_rates
         start = captured.num_state + captured.num_rates
-        batch = [_to_jax(tensor) for tensor in captured.example[start : start + captured.num_batch]]
+        batch = layout.put(map(_to_jax, captured.example[start : start + captured.num_batch]), batch_specs)
+        self.key = layout.everywhere(self.key)
         before = _cache_entries(self._cache_dir)
         try:
             with _cache_at(self._cache_dir), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit: checked in _to_jax
-                lowered = jax.jit(as_jax(captured), donate_argnums=0 if self._in_place else ()).lower(
-                    self.arrays, rates, batch, constants, self.key
-                )
+                lowered = jax.jit(
+                    as_jax(captured), donate_argnums=0 if self._in_place else (), out_shardings=layout.results()
+                ).lower(self.arrays, rates, batch, constants, self.key)
                 compiled = lowered.compile()
         except CompileError:
             raise
@@ -97,7 +105,13 @@ class XlaBackend:
         results: Any = captured.graph.graph.output_node().args[0]
         dtypes = [node.meta["val"].dtype for node in results[captured.num_state :]]
         return XlaProgram(
-            self, compiled, dtypes, captured.constants, from_cache=cached, attention=_attention_widths(captured.graph)
+            self,
+            compiled,
+            dtypes,
+            captured.constants,
+            batch_specs,
+            from_cache=cached,
+            attention=_attention_widths(captured.graph),
         )
 
     def save(self, program: XlaProgram) -> dict[str, bytes] | None:
@@ -107,26 +121,36 @@ class XlaBackend:
             written = pickle.dumps(serialize_executable.serialize(program.compiled))
         except Exception:  # XLA's own errors, by backend; the step is compiled again then
             return None
-        return {"executable": written, "dtypes": pickle.dumps(program.dtypes)} | {
-            "attention": json.dumps(program.attention).encode()
+        return {
+            "executable": written,
+            "dtypes": pickle.dumps(program.dtypes),
+            "layout": pickle.dumps((self.layout.state, program.batch_specs)),
+            "attention": json.dumps(program.attention).encode(),
         }
 
     def load(self, parts: Mapping[str, bytes], constants: Sequence[Tensor]) -> XlaProgram:
         """Return the program that `save` made parts of; raises whatever a damaged one, or another machine, does."""
-        if not self.arrays:
-            self.push()
         attention = json.loads(parts["attention"])
         for widths in attention:
             if not xla_attention_cpu.register(*widths):
                 raise CompileError("no kernel for this program's attention", remedy="it is compiled again")
         content, taken, given = pickle.loads(parts["executable"])  # noqa: S301  the store has checked owner and sums
-        compiled = serialize_executable.deserialize_and_load(content, taken, given, execution_devices=jax.devices()[:1])
+        compiled = serialize_executable.deserialize_and_load(
+            content, taken, given, execution_devices=self.layout.devices()
+        )
         dtypes = pickle.loads(parts["dtypes"])  # noqa: S301
-        return XlaProgram(self, compiled, dtypes, constants, from_cache=True, attention=attention)
+        state_specs, batch_specs = pickle.loads(parts["layout"])  # noqa: S301
+        self.layout.take(state_specs)
+        if not self.arrays:
+            self.push()
+        self.key = self.layout.everywhere(self.key)
+        return XlaProgram(self, compiled, dtypes, constants, batch_specs, from_cache=True, attention=attention)
 
     def push(self) -> None:
-        """Bring everything from the live tensors to the device."""
-        self.arrays = [_to_jax(tensor) for tensor in self._live.tensors()]
+        """Bring everything from the live tensors to the device, or devices once it is known which goes where."""
+        if not self.layout.known:
+            return
+        self.arrays = self.layout.put(map(_to_jax, self._live.tensors()), self.layout.state)
         self._note()
 
     def go_on_from(self, before: XlaBackend) -> None:
@@ -137,7 +161,7 @@ class XlaBackend:
         """Bring to the device what was written to, or replaced, since the last push or pull."""
         for index, (tensor, (seen, version)) in enumerate(zip(self._live.live(), self._seen, strict=True)):
             if tensor is not seen or tensor._version != version:
-                self.arrays[index] = _to_jax(tensor)
+                (self.arrays[index],) = self.layout.put([_to_jax(tensor)], self.layout.state[index : index + 1])
                 self._seen[index] = (tensor, tensor._version)
 
     def pull(self) -> None:
@@ -179,11 +203,13 @@ class XlaProgram:
         compiled: Any,
         dtypes: list[torch.dtype],
         constants: Sequence[Tensor],
+        batch_specs: Specs,
         *,
         from_cache: bool,
         attention: list[list[int]],
     ) -> None:
         self.compiled = compiled
+        self.batch_specs = batch_specs
         self.dtypes = dtypes
         self.from_cache = from_cache
         self.attention = attention
@@ -206,8 +232,9 @@ class XlaProgram:
         backend = self._backend
         backend.check_state()
         backend.push_written()
-        rate_arrays = [jnp.float32(rate.item()) for rate in rates]
-        batch_arrays = [_to_jax(tensor) for tensor in batch]
+        layout = backend.layout
+        rate_arrays = [layout.everywhere(jnp.float32(rate.item())) for rate in rates]
+        batch_arrays = layout.put(map(_to_jax, batch), self.batch_specs)
         backend.arrays, outputs, backend.key = self.compiled(
             backend.arrays, rate_arrays, batch_arrays, self._constants_now(), backend.key
         )
@@ -217,7 +244,8 @@ class XlaProgram:
         """Return the constants on the device, brought there again where one was written to since."""
         versions = [each._version for each in self._constants]
         if versions != self._versions:
-            self._constant_arrays, self._versions = [_to_jax(each) for each in self._constants], versions
+            everywhere = self._backend.layout.everywhere
+            self._constant_arrays, self._versions = [everywhere(_to_jax(each)) for each in self._constants], versions
         return self._constant_arrays
 
 

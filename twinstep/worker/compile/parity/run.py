@@ -21,13 +21,13 @@ from torch import nn
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import TrainStep
 from twinstep.worker.compile.key import versions
+from twinstep.worker.compile.lifted import BackendName
 from twinstep.worker.compile.parity.bisect import find_culprit
 from twinstep.worker.compile.parity.compare import TOLERANCES, Tolerances
 from twinstep.worker.compile.parity.result import BackendReport, ParityReport
 from twinstep.worker.compile.parity.steppers import CompiledStepper, Pair
 from twinstep.worker.compile.parity.trial import Between, Eager, Ledger, Settings
 from twinstep.worker.compile.parity.watch import Gradients
-from twinstep.worker.compile.runner import BackendName
 from twinstep.worker.compile.state import Optimizers
 from twinstep.worker.compile.strategies import MixedPrecision, Strategy, resolve
 

@@ -1,0 +1,46 @@
+"""The state that was lifted out of model and optimizers, with the backend that holds it between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from twinstep.worker.compile.annotate import Spread
+from twinstep.worker.compile.program import Backend
+from twinstep.worker.compile.state import Optimizers, TrainState
+
+BackendName = Literal["inductor", "xla", "eager"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lifted:
+    """State and backend: what all programs of a StepCompiler share."""
+
+    state: TrainState
+    backend: Backend
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizers,
+        name: BackendName,
+        *,
+        cache_dir: Path | None,
+        in_place: bool,
+        spread: Spread,
+    ) -> Lifted:
+        """Lift the state, for a backend by name."""
+        state = TrainState(model, optimizer)
+        # Each backend's stack takes seconds to import, so only the one asked for is.
+        if name == "inductor":
+            from twinstep.worker.compile.lower.inductor import InductorBackend
+
+            return cls(state, InductorBackend(state, cache_dir=cache_dir and cache_dir / "inductor", in_place=in_place))
+        from twinstep.worker.compile.lower.xla import XlaBackend
+
+        place = cache_dir and cache_dir / "xla"
+        return cls(state, XlaBackend(state, cache_dir=place, in_place=in_place, spread=spread))

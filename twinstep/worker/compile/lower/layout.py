@@ -1,0 +1,90 @@
+"""Arrays of an XLA program on one device, or on a mesh of them by the rules of `placement.py`; GSPMD does the rest.
+
+Used by `xla.py` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from twinstep.spec.errors import CompileError
+from twinstep.worker.compile.annotate import Inputs, Spread
+from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.placement import Spec, place
+
+Specs = tuple[Spec, ...]
+
+
+class Layout:
+    """Where state, batch and all else live. Without a mesh: on JAX's default device.
+
+    Raises:
+        CompileError: the mesh has more devices than there are.
+    """
+
+    def __init__(self, spread: Spread) -> None:
+        self._spread = spread
+        self.state: Specs = ()
+        """Of the state, once a program was lowered or loaded; all programs share it."""
+        self._mesh: Mesh | None = None
+        mesh, there = spread.mesh, jax.devices()
+        if mesh is None:
+            return
+        if mesh.size > len(there):
+            raise CompileError(
+                f"the mesh {mesh} has {mesh.size} devices, JAX sees {len(there)} ({there[0].platform})",
+                remedy="take a smaller mesh; on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count="
+                f"{mesh.size} before JAX is imported",
+            )
+        names, lengths = zip(*mesh.axes, strict=True)
+        self._mesh = Mesh(np.array(there[: mesh.size]).reshape(lengths), names)
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known where the state lives: on a mesh, not before the first program."""
+        return self._mesh is None or bool(self.state)
+
+    def devices(self) -> list[Any]:
+        """Return the devices that programs run on."""
+        return jax.devices()[:1] if self._mesh is None else list(self._mesh.devices.flat)
+
+    def learn(self, captured: Captured) -> Specs:
+        """Find out where the state of a captured step lives; return where its batch leaves do.
+
+        Raises:
+            CompileError: the mesh does not divide the batch.
+        """
+        if self._mesh is None or self._spread.mesh is None:
+            return ()
+        specs = place(Inputs.of(captured, self._spread).placed, self._spread.mesh).specs
+        self.take(specs[: captured.num_state])
+        return specs[captured.num_state :]
+
+    def take(self, state: Specs) -> None:
+        """Place the state as another program wants it, unless a program was there before."""
+        self.state = self.state or state
+
+    def put(self, arrays: Iterable[jax.Array], specs: Specs) -> list[jax.Array]:
+        """Bring arrays to where they live."""
+        if self._mesh is None:
+            return list(arrays)
+        return [jax.device_put(array, self._sharding(spec)) for array, spec in zip(arrays, specs, strict=True)]
+
+    def everywhere(self, array: jax.Array) -> jax.Array:
+        """Bring an array to every device."""
+        return array if self._mesh is None else jax.device_put(array, self._sharding(()))
+
+    def results(self) -> Any:
+        """Return where a program's results live, for `jax.jit`: new state where the old is, outputs wherever."""
+        if self._mesh is None:
+            return None
+        return [self._sharding(spec) for spec in self.state], None, self._sharding(())
+
+    def _sharding(self, spec: Spec) -> NamedSharding:
+        assert self._mesh is not None, "only arrays on a mesh have a sharding"  # noqa: S101
+        return NamedSharding(self._mesh, PartitionSpec(*spec))  # type: ignore[no-untyped-call]
