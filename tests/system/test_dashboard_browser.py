@@ -80,6 +80,7 @@ def test_a_failed_job_says_why_on_top(plane: Any, page: Page) -> None:
     plane.when(job["id"], "failed")
     page.goto(f"{plane.url}/jobs/{job['id']}")
     expect(page.locator(".tw-reason")).to_contain_text("the loss of step 7 is nan")
+    expect(page.locator(".tw-next")).to_contain_text("Next: lower optimizers.dense.lr")
 
 
 def test_whatever_a_spec_or_a_worker_says_stays_text(plane: Any, page: Page, charts: Any) -> None:

@@ -37,6 +37,7 @@ def register(app: typer.Typer) -> None:
     app.command("ls")(ls)
     app.command("get")(get)
     app.command("logs")(logs)
+    app.command("why")(why)
     app.command("cancel")(cancel)
 
 
@@ -180,6 +181,26 @@ def logs(
         for text in log_text(plane, job["id"], follow=follow):
             sys.stdout.write(text if raw else clean(text))
             sys.stdout.flush()
+    return 0
+
+
+def why(job_ref: JobArg, as_json: JsonOpt = False, url: UrlOpt = None) -> int:
+    """Say why a job waits or has failed, and what to do about it."""
+    from urllib.parse import quote
+
+    from twinstep.cli.client import PlaneClient, environ_url
+
+    with PlaneClient(environ_url(url)) as plane:
+        job = plane.find(job_ref)
+        found = plane.get(f"/v1/jobs/{quote(job['id'], safe='')}/explain")
+    if as_json:
+        print_json({"explanation": found})
+        return 0
+    print(one_line(found["text"]))
+    for line in found["evidence"]:
+        print(f"  | {one_line(line)}")
+    if found["next_step"]:
+        print(f"next: {one_line(found['next_step'])}")
     return 0
 
 

@@ -9,6 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from twinstep.platform.api.guard import JSON_TYPE, YAML_TYPES, load_json, media_type, no_body, read_body, require_type
 from twinstep.platform.api.problems import responses
+from twinstep.platform.scheduler.explain import Explanation
 from twinstep.platform.scheduler.rundir import MAX_LOG_READ, LogPart
 from twinstep.platform.scheduler.service import MAX_PAGE, MAX_POINTS, Service
 from twinstep.platform.store.records import EventPage, JobDetail, JobPage, MetricPage, Run, View
@@ -192,6 +193,12 @@ def list_topologies(
 ) -> dict[str, list[dict[str, Any]]]:
     """Return TPU generations with their slices, and GPU models."""
     return catalogue(up_to=up_to)
+
+
+@router.get("/jobs/{job_id}/explain", responses=responses(404), summary="Why is a job where it is?")
+def explain(service: Asked, job_id: str) -> Explanation:
+    """Say in one paragraph why a job waits, is silent or has failed, and what to do about it."""
+    return service.explain_job(job_id)
 
 
 @router.get("/schema/job", tags=["schema"], summary="The JSON Schema of a job spec")

@@ -40,6 +40,8 @@ class _Read(NamedTuple):
     events: list[EventLine]
     event_at: int
     log: LogPiece | None
+    next_step: str
+    """What to do about a job that has failed."""
 
 
 class JobScreen:
@@ -56,6 +58,7 @@ class JobScreen:
         with theme.frame():
             self._head(detail)
             self.reason = theme.text("", "tw-reason tw-hide").mark("reason")
+            self.next_step = theme.text("", "tw-next tw-dim tw-hide").mark("next-step")
             self.facts = Facts()
             self.charts = Charts()
             with theme.div("tw-two"):
@@ -135,7 +138,8 @@ class JobScreen:
         events, event_at = self.reader.events(self.job_id, after=self.event_at)
         log_at = self.log_at if detail.run_id == self.run_id else -1
         log = self.reader.log(self.job_id, detail.run_id, at=log_at) if with_log else None
-        return _Read(detail, lines, events, event_at, log)
+        next_step = self.reader.next_step(self.job_id) if detail.row.state == "failed" else ""
+        return _Read(detail, lines, events, event_at, log, next_step)
 
     def _show(self, read: _Read) -> None:
         detail, lines, events = read.detail, read.lines, read.events
@@ -150,6 +154,8 @@ class JobScreen:
         self.cancel.set_text("Cancelling…" if row.cancel_requested and not row.final else "Cancel")
         self.reason.set_text(row.reason)
         theme.show(self.reason, row.state == "failed" and bool(row.reason))
+        self.next_step.set_text(f"Next: {read.next_step}")
+        theme.show(self.next_step, bool(read.next_step))
         summary = detail.summary or {}
         nes = lines.points.get("ne")
         for event in events:

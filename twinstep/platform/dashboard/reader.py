@@ -75,6 +75,10 @@ class Reader:
             summary=job.summary.model_dump(mode="json") if job.summary is not None else None,
         )
 
+    def next_step(self, job_id: str) -> str:
+        """Return what to do about a job; empty where nothing is to be done, or no job is there."""
+        return self._service.explain_job(job_id).next_step
+
     def lines(self, job_id: str, run_id: str) -> Lines:
         """Return the chart lines of a run, after reading what is new."""
         kept = self._kept(run_id)

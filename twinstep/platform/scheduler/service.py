@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hmac
 import threading
+import time
 from collections.abc import Callable, Sequence
 
+from twinstep.platform.scheduler.explain import Explanation, explain
 from twinstep.platform.scheduler.render.render import RenderedRun, render
 from twinstep.platform.scheduler.rundir import LogPart, RunDir, hash_token
 from twinstep.platform.scheduler.validate.check import check
@@ -22,6 +24,8 @@ from twinstep.spec.states import RunState
 
 MAX_PAGE = 200  # jobs or events one answer holds at most
 MAX_POINTS = 10_000  # metric points one answer holds at most
+EXPLAINED_EVENTS = 20
+EXPLAINED_LINES = 200  # of a log: an error and what led to it
 READY_AGE_S = 30.0  # a reconciler that has not passed for so long is stuck
 
 
@@ -167,6 +171,13 @@ class Service:
         if tail is not None:
             return directory.tail(tail, final=run.is_final)
         return directory.read_log(offset=offset, limit=limit, final=run.is_final)
+
+    def explain_job(self, job_id: str) -> Explanation:
+        """Say why a job is where it is, and what to do about it, or raise NotFoundError."""
+        job = self._store.job(job_id)
+        events = self._store.last_events(job.run_id, limit=EXPLAINED_EVENTS)
+        log = self.run_dir(job.run_id).tail(EXPLAINED_LINES, final=job.is_final).text.splitlines()
+        return explain(job, events=events, log=log, now=time.time())
 
     def run_dir(self, run_id: str) -> RunDir:
         """Return the directory of a run that the store knows."""
