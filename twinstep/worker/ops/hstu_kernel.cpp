@@ -11,6 +11,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -29,21 +32,34 @@ static_assert(T % W == 0 && T % ACCUMULATORS == 0);
 
 inline vf splat(float x) { return vf{} + x; }
 
-// e^x within 2 units in the last place; arguments beyond float32's range are clamped, NaN stays.
-inline vf exp_of(vf x) {
-  const vf low = splat(-87.0f), high = splat(88.0f), magic = splat(12582912.0f);
-  x = x < low ? low : x;
-  x = x > high ? high : x;
-  const vf shifted = x * 1.44269504088896341f + magic;  // its low bits hold round(x / ln 2)
-  const vf whole = shifted - magic;
-  const vf r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  vf y = splat(1.0f / 5040);
-  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = y * r + c;
-  const vi scale = ((vi)shifted - (vi)magic + 127) << 23;
-  return y * (vf)scale;
+// 1 / (1 + e^-x) within a few units in the last place; x beyond +-87 counts as +-87, NaN stays.
+#if defined(__AVX512F__)
+inline vf sigmoid(vf x) {
+  const __m512 most = _mm512_set1_ps(87.0f), one = _mm512_set1_ps(1.0f);
+  const __m512 y = _mm512_max_ps(-most, _mm512_min_ps(most, -(__m512)x));  // the second operand stays where it is NaN
+  const __m512 whole = _mm512_roundscale_ps(y * 1.44269504088896341f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 r = (y - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  __m512 power = _mm512_set1_ps(1.0f / 720);
+  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) power = power * r + c;
+  const __m512 sum = one + _mm512_scalef_ps(power, whole);
+  const __m512 guess = _mm512_rcp14_ps(sum);
+  return (vf)(guess * (2.0f - sum * guess));  // one step of Newton's: 14 bits become 28
 }
-
-inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp_of(-x)); }
+#else
+inline vf sigmoid(vf x) {
+  const vf most = splat(87.0f), magic = splat(12582912.0f);
+  vf y = -x;
+  y = y < -most ? -most : y;
+  y = y > most ? most : y;
+  const vf shifted = y * 1.44269504088896341f + magic;  // its low bits hold round(y / ln 2)
+  const vf whole = shifted - magic;
+  const vf r = (y - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  vf power = splat(1.0f / 720);
+  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) power = power * r + c;
+  const vi scale = ((vi)shifted - (vi)magic + 127) << 23;
+  return 1.0f / (1.0f + power * (vf)scale);
+}
+#endif
 
 // C[M][N] = or += sum over k of a(i, k) * b[k][:], with a(i, k) = a[i * row + k * step].
 template <int M, int N, int K, bool ADD>
@@ -135,15 +151,18 @@ struct Row {
       rank[i] = context > 0 ? std::max(i - context + 1, 0) : i;
       if (args.target_aware) rank[i] = std::min(rank[i], last);
     }
-    auto below = [&](int64_t bound) {  // columns of a rank below it
-      return static_cast<int32_t>(std::lower_bound(rank, rank + length, bound) - rank);
-    };
+    // Ranks never fall, so that the first column of a rank, or of one within the window, only moves on.
+    const int32_t before_targets =
+        args.target_aware ? static_cast<int32_t>(std::lower_bound(rank, rank + length, last) - rank) : length;
+    int from = 0, to = 0;
     for (int i = 0; i < length; i++) {
-      low[i] = args.window > 0 ? below(static_cast<int64_t>(rank[i]) - args.window) : 0;
-      high[i] = below(rank[i]);
+      while (args.window > 0 && static_cast<int64_t>(rank[i]) - rank[from] > args.window) from++;
+      while (rank[to] < rank[i]) to++;
+      low[i] = from;
+      high[i] = to;
       if (context > 0 && rank[i] == 0) {
         low[i] = 0;
-        high[i] = below(args.target_aware ? last : static_cast<int64_t>(INT_MAX));
+        high[i] = before_targets;
       }
     }
     for (int i = length; i < blocks * T; i++) low[i] = high[i] = 0;
@@ -193,10 +212,11 @@ inline uint16_t narrow(float x) {  // to nearest, ties to even
 // Brings a pair's tokens into to[column][stride], scaled, zeros behind the width and behind the last token.
 template <int WIDTH, int PADDED>
 void pack(const AttentionArgs &args, const Row &row, const View &from, float scale, float *to) {
-  std::memset(to, 0, sizeof(float) * PADDED * row.blocks * T);
+  std::memset(to + row.length * PADDED, 0, sizeof(float) * PADDED * (row.blocks * T - row.length));
   for (int i = 0; i < row.length; i++) {
     const int64_t at = row.b * from.stride[0] + row.slot(i) * from.stride[1] + row.h * from.stride[2];
     float *out = to + i * PADDED;
+    for (int x = WIDTH; x < PADDED; x++) out[x] = 0.0f;
     const int64_t step = from.stride[3];
     if (args.bfloat16) {
       const uint16_t *in = static_cast<const uint16_t *>(from.data) + at;
