@@ -66,11 +66,11 @@ class MixedPrecision(Strategy):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rematerialise(Strategy):
-    """Recompute cheap values in the backward pass, so that what lives between the two stays within a budget."""
+    """Values of the forward pass are computed again in the backward pass, so that memory stays within a budget."""
 
     name: ClassVar[str] = "rematerialise"
     budget_bytes: int
-    """Most bytes of activations that may live from forward to backward, per device."""
+    """Most bytes of values (activations, gradients; not state or batch) that may live at once, per device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,7 @@ from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
 from twinstep.worker.compile.partition import folded
 from twinstep.worker.compile.state import TrainState
+from twinstep.worker.compile.strategies import Rematerialise
 
 INT32 = torch.iinfo(torch.int32)
 
@@ -92,7 +93,7 @@ class XlaBackend:
                 lowered = jax.jit(
                     as_jax(captured), donate_argnums=0 if self._in_place else (), out_shardings=layout.results()
                 ).lower(self.arrays, rates, batch, constants, self.key)
-                compiled = lowered.compile()
+                compiled = lowered.compile(_compiler_options(captured))
         except CompileError:
             raise
         except Exception as error:  # torchax and JAX raise whatever an op's own code raises
@@ -192,6 +193,18 @@ class XlaBackend:
 
     def _note(self) -> None:
         self._seen = [(tensor, tensor._version) for tensor in self._live.live()]
+
+
+def _compiler_options(captured: Captured) -> dict[str, Any]:
+    """Return options of XLA's that the step's strategies want."""
+    if captured.context.strategy(Rematerialise) is not None and jax.default_backend() == "cpu":
+        # On CPU, XLA drops barriers before it looks for common subexpressions, and orders ops for concurrency: what is
+        # to be computed late would be computed once, or early. (A TPU keeps barriers.)
+        return {
+            "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+            "xla_disable_hlo_passes": "cse",
+        }
+    return {}
 
 
 class XlaProgram:

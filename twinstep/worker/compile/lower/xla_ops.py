@@ -19,6 +19,7 @@ from torchax.ops.ops_registry import all_aten_ops
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.lower import xla_attention, xla_rows
 from twinstep.worker.compile.lower.xla_loops import Loops
+from twinstep.worker.ops.barrier import BARRIER
 from twinstep.worker.ops.hstu_attention import OPERATOR, OPERATOR_BACKWARD
 from twinstep.worker.ops.rows import SUM_ROWS, UNIQUE_ROWS, WRITE_ROWS
 
@@ -41,6 +42,10 @@ def _scalar_tensor(value: float, *, dtype: torch.dtype | None = None) -> jax.Arr
     return jnp.asarray(value, dtype=_dtype(dtype or torch.get_default_dtype()))
 
 
+def _barrier(values: list[jax.Array]) -> list[jax.Array]:
+    return list(jax.lax.optimization_barrier(tuple(values)))  # type: ignore[no-untyped-call]
+
+
 OWN_OPS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,
     aten.alias.default: lambda x: x,
@@ -49,6 +54,7 @@ OWN_OPS: dict[Any, Callable[..., Any]] = {
     aten.scalar_tensor.default: _scalar_tensor,
     OPERATOR: xla_attention.forward,
     OPERATOR_BACKWARD: xla_attention.backward,
+    BARRIER: _barrier,
     aten.clamp_min.default: jnp.maximum,
     aten.clamp_max.default: jnp.minimum,
     UNIQUE_ROWS: xla_rows.unique_rows,

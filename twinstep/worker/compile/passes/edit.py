@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any)
     What it gives is found by running it on fake values, of which one argument must know its own.
     """
     node = graph.call_function(target, args, kwargs)
+    node.meta["stage"] = stage(like)
+    if target is operator.getitem:
+        node.meta["val"] = args[0].meta["val"][args[1]]
+        return node
     given = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
     mode = next(mode for each in node.all_input_nodes if (mode := getattr(each.meta["val"], "fake_mode", None)))
     assert isinstance(mode, FakeTensorMode)  # noqa: S101
     with mode:
         node.meta["val"] = target(*given[0], **given[1])
-    node.meta["stage"] = stage(like)
     return node
 
 

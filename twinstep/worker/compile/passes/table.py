@@ -13,6 +13,7 @@ from twinstep.worker.compile.passes.fused_attention import NAME as FUSED_ATTENTI
 from twinstep.worker.compile.passes.fused_attention import note_attention
 from twinstep.worker.compile.passes.mixed_precision import narrow_products
 from twinstep.worker.compile.passes.quantize import round_parameters
+from twinstep.worker.compile.passes.rematerialise import rematerialise
 from twinstep.worker.compile.passes.scalars import drop_profiler_nodes, split_alpha, unread_scalars
 from twinstep.worker.compile.passes.sparse_embedding import sparse_embedding
 from twinstep.worker.compile.passes.verify import Before, check
@@ -58,6 +59,13 @@ PASSES = (
         keeps_bits=False,
         why="a table's update costs its used rows, not all of them",
         strategy=SparseEmbedding.name,
+    ),
+    Pass(
+        "rematerialise",
+        rematerialise,
+        keeps_bits=True,
+        why="what lives from forward to backward must fit the budget",
+        strategy="rematerialise",
     ),
     Pass("drop_dead", drop_dead, keeps_bits=True, why="what nobody reads need not be compiled"),
     Pass(
