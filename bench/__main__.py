@@ -40,6 +40,7 @@ BENCHES = {
     "step": Bench("bench.step", "one DLRMv3 train step: eager, torch.compile, ours on Inductor and on XLA"),
     "recompile": Bench("bench.recompile", "until a step has run: cold, warm start, a shape seen before"),
     "attention": Bench("bench.attention", "HSTU attention on uneven rows: the jagged operator over padded dense"),
+    "tpu": Bench("bench.tpu", "DLRMv3's step compiled for TPU slices by the TPU compiler: seconds, memory, traffic"),
     "quality": Bench("bench.quality", "held-out AUC and NE of the example job over seeds, beside baselines"),
 }
 

@@ -87,6 +87,7 @@ def compile_ahead(
         str | None,
         typer.Option("--topology", metavar="SLICE", help="A TPU slice, v5p:4x4x8; else the spec's accelerator."),
     ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Spend a quarter of the time on faster code.")] = False,
     as_json: JsonOpt = False,
 ) -> int:
     """Compile a spec's step for a TPU slice, without a TPU: memory, traffic, collectives, seconds."""
@@ -95,7 +96,7 @@ def compile_ahead(
         from twinstep.worker.train.ahead import compile_spec
     except ModuleNotFoundError as error:
         raise _needs_worker("compiling", error) from None
-    report = compile_spec(spec, topology=topology)
+    report = compile_spec(spec, topology=topology, effort="quick" if quick else "full")
     if as_json:
         print_json({"report": report.as_json()})
     else:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from twinstep.spec.errors import CompileError, UnavailableError
 from twinstep.spec.slices import Slice, parse_slice
-from twinstep.worker.compile.aot_report import AotReport, Cuts
+from twinstep.worker.compile.aot_report import AotReport, Cuts, Effort
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.key import versions
 from twinstep.worker.compile.runner import StepCompiler
@@ -63,6 +63,7 @@ def compile_ahead(
     topology: str,
     strategies: Sequence[Strategy | str] | None = None,
     batch_size: int | None = None,
+    effort: Effort = "full",
 ) -> Ahead:
     """Compile a whole training step for every device of a TPU slice.
 
@@ -72,6 +73,7 @@ def compile_ahead(
         example_batch: the global batch, over all devices; shapes and dtypes count.
         topology: name of the slice: `v5p:4x4x8`.
         strategies: what to ask of the compiler; None: the defaults.
+        effort: `quick` to ask what a slice would need, `full` for what is going to run.
         batch_size: B, the size that marks a batch dimension; None: the size that most leaves have.
 
     Raises:
@@ -106,12 +108,13 @@ def compile_ahead(
         state=tuple(state_dimension(captured, index, target.devices) for index in range(captured.num_state)),
         batch=tuple(batch_dimension(leaf, size) for leaf in leaves),
     )
-    program = tpu.compile_for(captured, cuts, target)
+    program = tpu.compile_for(captured, cuts, target, effort)
     stack = versions(("torch", "torchax", "jax", "libtpu"))
     key = dataclasses.replace(compiler.key(example_batch), backend=f"xla/{target.name}", versions=stack)
     report = AotReport(
         topology=target.name,
         devices=target.devices,
+        effort=effort,
         key=key.digest,
         sharded=tuple(s.path for s, dim in zip(state.slots, cuts.state, strict=True) if dim is not None),
         nodes=len(captured.graph.graph.nodes),

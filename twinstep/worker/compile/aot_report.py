@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from twinstep.worker.compile.hlo import Collective
+
+Effort = Literal["quick", "full"]
+"""How long the TPU compiler may look for fast code. Memory, collectives and traffic come out alike; `quick` takes about
+a quarter of the time, and is for asking; `full` is for what is going to run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +49,7 @@ class AotReport:
 
     topology: str
     devices: int
+    effort: Effort
     key: str
     """Digest of the CompileKey."""
     hbm: HbmBytes

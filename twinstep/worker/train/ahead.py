@@ -21,7 +21,7 @@ from twinstep.spec.errors import CompileError, SpecError, TwinstepError, Unavail
 from twinstep.spec.job import JobSpec
 from twinstep.spec.slices import parse_slice
 from twinstep.worker.compile.aot import Ahead, check_divides, compile_ahead, need_libtpu
-from twinstep.worker.compile.aot_report import AotReport
+from twinstep.worker.compile.aot_report import AotReport, Effort
 from twinstep.worker.data.batch import meta_batch
 from twinstep.worker.data.datasets import load_dataset
 from twinstep.worker.embedding.optim import build_optimizers
@@ -52,6 +52,7 @@ def compile_spec(
     *,
     topology: str | None = None,
     strategies: Sequence[str] | None = None,
+    effort: Effort = "full",
     time_limit: float = TIME_LIMIT,
 ) -> AotReport:
     """Compile a spec's training step for a TPU slice in a process of its own, and return what the compiler says.
@@ -59,6 +60,7 @@ def compile_spec(
     Args:
         topology: name of the slice, `v5p:4x4x8`; None: the one of the spec's accelerator.
         strategies: names; None: the defaults.
+        effort: `quick` to ask what a slice would need, `full` for what is going to run.
         time_limit: seconds after which the process is ended.
 
     Raises:
@@ -69,7 +71,12 @@ def compile_spec(
     target = parse_slice(topology or slice_name(spec))
     need_libtpu()
     check_divides(spec.data.batch_size, target)
-    request = {"spec": spec.model_dump(mode="json"), "topology": target.name, "strategies": strategies}
+    request = {
+        "spec": spec.model_dump(mode="json"),
+        "topology": target.name,
+        "strategies": strategies,
+        "effort": effort,
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-m", "twinstep.worker.train.ahead"],
@@ -117,7 +124,9 @@ def read_answer(out: str, errors: str, code: int) -> AotReport:
     return AotReport.from_json(answer["report"])
 
 
-def compile_here(spec: JobSpec, *, topology: str, strategies: Sequence[str] | None = None) -> Ahead:
+def compile_here(
+    spec: JobSpec, *, topology: str, strategies: Sequence[str] | None = None, effort: Effort = "full"
+) -> Ahead:
     """Compile a spec's training step in this process.
 
     Raises:
@@ -135,6 +144,7 @@ def compile_here(spec: JobSpec, *, topology: str, strategies: Sequence[str] | No
         topology=topology,
         strategies=strategies,
         batch_size=spec.data.batch_size,
+        effort=effort,
     )
 
 
@@ -147,7 +157,10 @@ def main() -> None:
     torch.set_num_threads(1)
     try:
         done = compile_here(
-            JobSpec.model_validate(request["spec"]), topology=request["topology"], strategies=request["strategies"]
+            JobSpec.model_validate(request["spec"]),
+            topology=request["topology"],
+            strategies=request["strategies"],
+            effort=request["effort"],
         )
         answer: dict[str, Any] = {"report": done.report.as_json()}
     except TwinstepError as error:

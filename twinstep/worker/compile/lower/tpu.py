@@ -24,7 +24,7 @@ from torchax.ops.mappings import t2j_dtype
 
 from twinstep.spec.errors import CompileError
 from twinstep.spec.slices import Slice
-from twinstep.worker.compile.aot_report import Cuts, HbmBytes
+from twinstep.worker.compile.aot_report import Cuts, Effort, HbmBytes
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.hlo import HloText, parse_hlo, with_entry
 from twinstep.worker.compile.lower import pallas_attention, xla_attention
@@ -32,6 +32,12 @@ from twinstep.worker.compile.lower.xla import as_jax
 
 AXIS = "batch"
 """The mesh's one axis: all devices."""
+
+EFFORTS: dict[Effort, dict[str, str]] = {
+    "quick": {"xla_optimization_level": "EFFORT_O1"},
+    "full": {},
+}
+"""Options of the compiler, nearly all whose time goes into the code of single fusions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,7 @@ class TpuProgram:
     """Fields of an AotReport."""
 
 
-def compile_for(captured: Captured, cuts: Cuts, target: Slice) -> TpuProgram:
+def compile_for(captured: Captured, cuts: Cuts, target: Slice, effort: Effort) -> TpuProgram:
     """Compile a captured step for each device of a slice.
 
     Raises:
@@ -57,7 +63,7 @@ def compile_for(captured: Captured, cuts: Cuts, target: Slice) -> TpuProgram:
         warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit integers are 32 bits wide on XLA
         lowered = jax.jit(as_jax(captured), donate_argnums=0).trace(*arguments).lower(lowering_platforms=("tpu",))
         lowered_at = time.perf_counter()
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=EFFORTS[effort])
     compile_seconds = time.perf_counter() - lowered_at
     memory = compiled.memory_analysis()
     text = compiled.as_text()

@@ -1,0 +1,66 @@
+"""What `scripts/bench tpu` compares, and what its result holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from bench import tpu
+from bench.measure import as_line
+from twinstep.spec.job import JobSpec
+from twinstep.spec.slices import parse_slice
+from twinstep.worker.compile.aot_report import AotReport, HbmBytes
+from twinstep.worker.compile.hlo import Collective
+
+
+def report(topology: str, seconds: float, moved: float) -> AotReport:
+    return AotReport(
+        topology=topology,
+        devices=parse_slice(topology).devices,
+        effort="full",
+        key="0" * 16,
+        hbm=HbmBytes(arguments=100, outputs=90, alias=80, temp=30, code=7),
+        state_bytes=75,
+        sharded=(),
+        flops=1e9,
+        bytes_accessed=moved,
+        optimal_seconds=None,
+        unestimated=0,
+        collectives=(Collective(kind="all-reduce", count=3, bytes=4096),),
+        nodes=100,
+        capture_seconds=1.0,
+        lower_seconds=1.0,
+        compile_seconds=seconds,
+        versions=(),
+        passes=(),
+    )
+
+
+def test_the_full_size_step_is_compiled_naively_and_by_us_and_both_ratios_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def compile_spec(spec: JobSpec, *, topology: str, strategies: Any, effort: str) -> AotReport:
+        asked.append((topology, strategies, effort, spec.model.num_layers, spec.data.batch_size))
+        return report(topology, 100.0, 9e9) if strategies == () else report(topology, 25.0, 3e9)
+
+    monkeypatch.setattr(tpu, "compile_spec", compile_spec)
+    found = tpu.run(say=lambda text: None)
+    assert asked[:2] == [("v5p:4x4x8", (), "full", 5, 1024), ("v5p:4x4x8", None, "full", 5, 1024)]
+    assert found["ratios"] == {"compile_s": 4.0, "bytes_accessed": 3.0}
+    assert {
+        "topology", "model", "engine", "compiled", "compile_s", "hbm_bytes", "optimal_seconds", "bytes_accessed",
+        "collectives",
+    } <= set(found["slices"][0])  # fmt: skip
+    assert {each["topology"].partition(":")[0] for each in found["slices"]} >= {"v5p", "v6e", "v7x"}
+    json.loads(as_line(found))
+    assert tpu.table(found).row_count == len(found["slices"])
+
+
+def test_each_case_is_a_valid_job_for_a_slice_that_its_batch_divides_over() -> None:
+    for case in tpu.FULL.cases:
+        spec = JobSpec.model_validate(case.spec)
+        assert spec.data.batch_size % parse_slice(case.topology).devices == 0
