@@ -98,7 +98,7 @@ def test_random_ops_are_never_run_twice() -> None:
 
 
 def xla_bytes(runner: Any, x: Tensor) -> int:
-    found: int = runner._program._compiled.memory_analysis().temp_size_in_bytes
+    found: int = runner._program.compiled.memory_analysis().temp_size_in_bytes
     return found
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.program import Backend
-from twinstep.worker.compile.state import Optimizers, TrainState
+from twinstep.worker.compile.state import Optimizers, TrainState, as_mapping
+from twinstep.worker.compile.up_to_date import keep_up_to_date, let_go
 
 BackendName = Literal["inductor", "xla", "eager"]
 
@@ -34,6 +35,7 @@ class Lifted:
         spread: Spread,
     ) -> Lifted:
         """Lift the state, for a backend by name."""
+        let_go(model, as_mapping(optimizer).values())
         state = TrainState(model, optimizer)
         # Each backend's stack takes seconds to import, so only the one asked for is.
         if name == "inductor":
@@ -43,4 +45,6 @@ class Lifted:
         from twinstep.worker.compile.lower.xla import XlaBackend
 
         place = cache_dir and cache_dir / "xla"
-        return cls(state, XlaBackend(state, cache_dir=place, in_place=in_place, spread=spread))
+        backend = XlaBackend(state, cache_dir=place, in_place=in_place, spread=spread)
+        keep_up_to_date(model, state.optimizers.values(), backend)
+        return cls(state, backend)

@@ -66,6 +66,8 @@ class XlaBackend:
         id may be another tensor's by now."""
         self.key = jax.random.key(torch.initial_seed() % (1 << 63))
         self._cache_dir = cache_dir
+        self.ahead = False
+        """Whether steps have run since the last push or pull."""
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """Return those of `decompositions`."""
@@ -171,7 +173,7 @@ class XlaBackend:
         Raises:
             CompileError: a step failed while it ran and took the state with it.
         """
-        if self.arrays:
+        if self.arrays and self.ahead:
             self.check_state()
             if not self._live.outdated():
                 self.push_written()
@@ -192,6 +194,7 @@ class XlaBackend:
             )
 
     def _note(self) -> None:
+        self.ahead = False
         self._seen = [(tensor, tensor._version) for tensor in self._live.live()]
 
 
@@ -245,6 +248,7 @@ class XlaProgram:
         backend = self._backend
         backend.check_state()
         backend.push_written()
+        backend.ahead = True
         layout = backend.layout
         rate_arrays = [layout.everywhere(jnp.float32(rate.item())) for rate in rates]
         batch_arrays = layout.put(map(_to_jax, batch), self.batch_specs)

@@ -1,0 +1,90 @@
+"""state_dict() of a compiled step's model and optimizer is right at any moment, without a pull."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinstep.worker.compile import StepCompiler
+
+
+def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def make() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def same(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_state_dicts_follow_eager_after_each_step_without_a_pull() -> None:
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+    want_model, want_optimizer = make()
+    model, optimizer = make()
+    compiler = StepCompiler(step, model, optimizer, backend="xla")
+    for index in range(4):
+        step(want_model, want_optimizer, x)
+        compiler(x)
+        if index % 2:
+            same(optimizer.state_dict()["state"], want_optimizer.state_dict()["state"])
+            same(model.state_dict(), want_model.state_dict())
+        else:
+            same(model[0].state_dict(), want_model[0].state_dict())  # type: ignore[index]
+            same(model.state_dict(), want_model.state_dict())
+
+
+def test_a_checkpoint_between_steps_goes_on_where_it_was() -> None:
+    x = torch.ones(5, 3) * torch.arange(5.0)[:, None]
+    model, optimizer = make()
+    compiler = StepCompiler(step, model, optimizer, backend="xla")
+    for _ in range(2):
+        compiler(x)
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    later = [float(compiler(x)) for _ in range(2)]
+    other, other_optimizer = make()
+    other.load_state_dict(kept[0])
+    other_optimizer.load_state_dict(kept[1])
+    same([float(StepCompiler(step, other, other_optimizer, backend="xla")(x))], later[:1])
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    same([float(compiler(x)) for _ in range(2)], later)
+
+
+def test_copies_of_a_compiled_model_are_their_own() -> None:
+    model, optimizer = make()
+    compiler = StepCompiler(step, model, optimizer, backend="xla")
+    compiler(torch.ones(5, 3))
+    model.state_dict()
+    twin = copy.deepcopy(model)
+    written = io.BytesIO()
+    torch.save(model, written)
+    before = {name: value.clone() for name, value in twin.state_dict().items()}
+    compiler(torch.ones(5, 3))
+    same(twin.state_dict(), before)
+    written.seek(0)
+    same(torch.load(written, weights_only=False).state_dict(), before)
+
+
+def test_a_second_compiler_of_a_model_takes_up_what_the_first_one_had() -> None:
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+    want_model, want_optimizer = make()
+    model, optimizer = make()
+    for backend in ("xla", "xla"):
+        compiler = StepCompiler(step, model, optimizer, backend=backend)  # type: ignore[arg-type]
+        for _ in range(2):
+            step(want_model, want_optimizer, x)
+            compiler(x)
+    same(model.state_dict(), want_model.state_dict())
