@@ -43,9 +43,9 @@ class STULayer(nn.Module):
         H, V, A = config.num_heads, config.linear_dim, config.attention_dim
         normed_MD = F.layer_norm(x_MD, (config.dim,), self._input_norm_weight, self._input_norm_bias, NORM_EPS)
         uvqk_ME = normed_MD @ self._uvqk_weight + self._uvqk_beta
-        u_ME, vqk_ME = torch.split(uvqk_ME, [H * V, H * (V + 2 * A)], dim=1)
-        u_ME = F.silu(u_ME)
-        v_BSE, q_BSE, k_BSE = torch.split(layout.unpack(vqk_ME), [H * V, H * A, H * A], dim=2)
+        parts = torch.split(uvqk_ME, [H * V, H * V, H * A, H * A], dim=1)
+        u_ME = F.silu(parts[0])
+        v_BSE, q_BSE, k_BSE = (layout.unpack(part_ME) for part_ME in parts[1:])
         heads = (*v_BSE.shape[:2], H, -1)
         a_BSHV = hstu_attention(
             q_BSE.reshape(heads), k_BSE.reshape(heads), v_BSE.reshape(heads), rows, n, alpha=self._alpha

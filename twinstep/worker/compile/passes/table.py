@@ -16,6 +16,7 @@ from twinstep.worker.compile.passes.quantize import round_parameters
 from twinstep.worker.compile.passes.rematerialise import rematerialise
 from twinstep.worker.compile.passes.scalars import drop_profiler_nodes, split_alpha, unread_scalars
 from twinstep.worker.compile.passes.sparse_embedding import sparse_embedding
+from twinstep.worker.compile.passes.sums import split_tall_sums
 from twinstep.worker.compile.passes.verify import Before, check
 from twinstep.worker.compile.strategies import SparseEmbedding
 
@@ -68,6 +69,13 @@ PASSES = (
         strategy="rematerialise",
     ),
     Pass("drop_dead", drop_dead, keeps_bits=True, why="what nobody reads need not be compiled"),
+    Pass(
+        "split_tall_sums",
+        split_tall_sums,
+        keeps_bits=False,
+        why="sums over all tokens wait for memory at every row",
+        backends=("inductor",),
+    ),
     Pass(
         "fused_attention",
         note_attention,
