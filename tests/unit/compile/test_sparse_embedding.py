@@ -128,3 +128,38 @@ def test_twenty_steps_follow_eager(kind: str, backend: str) -> None:
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
     fresh = Lookups(padding_idx=7)
     assert torch.equal(model.table.weight[17:], fresh.table.weight[17:])
+
+
+class Bags(nn.Module):
+    """Multi-hot features: bags of one length, and bags cut by offsets, empty ones and weighted ids among them."""
+
+    def __init__(self, mode: str, **kwargs: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mode = mode
+        self.table = nn.EmbeddingBag(ROWS, DIM, mode=mode, **kwargs)
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        cut = self.table(batch["ids"].flatten(), batch["offsets"])
+        if self.mode == "sum":
+            weights = torch.linspace(0.5, 1.5, 20).reshape(4, 5)
+            cut = cut + self.table(batch["ids"], per_sample_weights=weights)
+        return self.head(cut + self.table(batch["ids"])).squeeze(-1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("mode", "kwargs"), [("sum", {}), ("mean", {}), ("mean", {"padding_idx": 7})])
+def test_bags_follow_eager(mode: str, kwargs: dict[str, Any], backend: str) -> None:
+    want, model = Bags(mode, **kwargs), Bags(mode, **kwargs)
+    want_optimizers, optimizers = make(want, "adagrad"), make(model, "adagrad")
+    compiler = StepCompiler(step, model, optimizers, backend=backend)
+    for seed in range(4):
+        given = {**batch(seed, 5, 17), "offsets": torch.tensor([0, 2, 2, 7])}
+        want_loss = step(want, want_optimizers, given).detach()
+        torch.testing.assert_close(compiler(given), want_loss, rtol=1e-4, atol=1e-6)
+    compiler.pull()
+    torch.testing.assert_close(model.state_dict(), want.state_dict(), rtol=1e-4, atol=1e-6)
+    found = compiler.runner(given).captured
+    assert of_all_rows(found.graph) == []
+    assert notes(found)[0].startswith("sparse")

@@ -28,6 +28,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.lower import bags
 from twinstep.worker.compile.lower.inductor_code import load_code, save_code
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.ops.rows import WRITE_ROWS, WRITE_ROWS_IN_PLACE
@@ -47,7 +48,7 @@ class InductorBackend:
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """Return the table Inductor expects its graphs to be decomposed with."""
-        return dict(select_decomp_table())
+        return {**select_decomp_table(), **bags.BACKWARD}
 
     def lower(self, captured: Captured) -> InductorProgram:
         """Compile `captured`.

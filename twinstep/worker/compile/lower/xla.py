@@ -28,6 +28,7 @@ from twinstep.spec.errors import CompileError, DataError
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower import xla_attention_cpu
+from twinstep.worker.compile.lower.bags import BAGS
 from twinstep.worker.compile.lower.layout import Layout, Specs
 from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
@@ -45,8 +46,8 @@ _DECOMPOSED_TOO = (
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return core ATen, which torchax knows but for what it lowers wrongly: batch norm's running statistics."""
-    return {**core_aten_decompositions(), **get_decompositions(_DECOMPOSED_TOO)}
+    """Return core ATen, which torchax knows, and what it lowers wrongly (batch norm's running statistics) or lacks."""
+    return {**core_aten_decompositions(), **get_decompositions(_DECOMPOSED_TOO), **BAGS}
 
 
 class XlaBackend:

@@ -41,8 +41,9 @@ def sparse_embedding(graph: fx.GraphModule, context: PassContext) -> int:
     notes: dict[str, str] = context.notes.setdefault(NOTES, {})
     changed = 0
     for group in _groups(graph, found):
-        names = [context.slots[slot].path for slot in group.slots(len(context.slots))]
-        title = ", ".join(names) or f"a table of {group.num_rows} rows"
+        title = _title(graph, group, context)
+        if title is None:
+            continue
         reason = _why_dense(group, found, context, graph) or _too_few_rows(group, wanted)
         if reason is None:
             changed += _Rewrite(graph, found, group).run(len(context.slots))
@@ -52,6 +53,20 @@ def sparse_embedding(graph: fx.GraphModule, context: PassContext) -> int:
     sort_nodes(graph.graph)
     graph.graph.eliminate_dead_code()
     return changed
+
+
+def _title(graph: fx.GraphModule, group: Group, context: PassContext) -> str | None:
+    """Return the names of a group's state, or of parameters of its shape; None: it is no table's gradient."""
+    slots = group.slots(len(context.slots))
+    if not slots:
+        shapes = {node.meta["val"].shape for node in group.nodes}
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        slots = [
+            slot
+            for slot, (node, each) in enumerate(zip(placeholders, context.slots, strict=False))
+            if each.role == "parameter" and node.meta["val"].shape in shapes
+        ]
+    return ", ".join(context.slots[slot].path for slot in slots) or None
 
 
 @dataclass(frozen=True, slots=True)
