@@ -1,7 +1,8 @@
 """Compare two tensors, and the one table of how far apart they may be. Pure: no clock, no backend, no model.
 
 An element's error |got − want| is held against what it may be: `absolute + relative × scale`, where the scale is the
-largest |want| of the tensor (for losses, each element's own), plus what `noise.py` allows it. A tensor's `ratio` is
+largest |want| of the tensor (for losses, each element's own; for gradients and state, the largest in the run so far,
+since a moment or a lone bias passes through zero), plus what `noise.py` allows it. A tensor's `ratio` is
 its worst error over what was allowed there: above 1 it is over its tolerance.
 """
 
@@ -66,7 +67,7 @@ class Difference:
     max_abs: float
     """Largest |got − want|; infinite where one is NaN or infinite and the other is not the same."""
     max_rel: float
-    """`max_abs` over the largest |want|; for losses the largest element-wise."""
+    """`max_abs` over the scale; for losses the largest element-wise."""
     ratio: float
     """Worst error over what was allowed there; above 1 is over."""
     weighed: int
@@ -83,12 +84,19 @@ class Difference:
 
 
 def difference(
-    got: Tensor, want: Tensor, tolerance: Tolerance, *, elementwise: bool = False, allowance: Tensor | None = None
+    got: Tensor,
+    want: Tensor,
+    tolerance: Tolerance,
+    *,
+    elementwise: bool = False,
+    at_least: float = 0.0,
+    allowance: Tensor | None = None,
 ) -> Difference:
     """Return how far `got` is from `want`.
 
     Args:
         elementwise: take each element's own |want| for its scale, not the tensor's largest.
+        at_least: the least scale: the largest |want| of steps before.
         allowance: what each element may be off beside the tolerance, of want's shape.
     """
     if got.shape != want.shape or got.dtype != want.dtype:
@@ -99,7 +107,7 @@ def difference(
     wanted, found = want.detach().double(), got.detach().double()
     error = _error(found, wanted)
     finite = torch.where(torch.isfinite(wanted), wanted, 0.0).abs()
-    scale = finite if elementwise else finite.max().expand_as(finite)
+    scale = finite if elementwise else finite.max().clamp(min=at_least).expand_as(finite)
     ordinary = tolerance.absolute + tolerance.relative * scale
     allowed = ordinary if allowance is None else ordinary + allowance.double()
     ratios = torch.where(error == 0, 0.0, error / allowed)  # 0 / 0: equal; x / 0: over by any measure

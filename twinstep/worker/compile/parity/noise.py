@@ -59,19 +59,19 @@ class GradientNoise:
             after: the state after it, by path.
             owners: for each path to weigh, its group (what may be compared in size) and its parameter's name.
         """
-        self.floor = NOISE_EPS * self._eps * _largest(gradients.values())
+        self.floor = NOISE_EPS * self._eps * largest(gradients.values())
         shares = {name: self._share(name, gradient) for name, gradient in gradients.items()}
         moves = {path: _move(before.get(path), after[path]) for path in owners if path in after}
         for path, move in moves.items():
             group = owners[path][0]
-            self._limits[group] = max(self._limits.get(group, 0.0), _largest((move,)))
+            self._limits[group] = max(self._limits.get(group, 0.0), largest((move,)))
         for path, move in moves.items():
             group, name = owners[path]
             share = _fitting(shares[name], move) if name in shares else None
             if share is not None:
                 self._allow(path, move, share, self._limits[group])
-                if path.startswith("parameter:") and 0 < _largest((self._largest[name],)) <= self.floor:
-                    self._noisy = max(self._noisy, _largest((self._allowed[path],)))
+                if path.startswith("parameter:") and 0 < largest((self._largest[name],)) <= self.floor:
+                    self._noisy = max(self._noisy, largest((self._allowed[path],)))
 
     def _allow(self, path: str, move: Tensor, share: Tensor, limit: float) -> None:
         if not path.startswith("parameter:"):
@@ -91,10 +91,10 @@ class GradientNoise:
     def _share(self, name: str, gradient: Tensor) -> Tensor:
         """Return noise over the largest gradient so far, per element: 0 where there was none, infinite in noise."""
         size = gradient.detach().abs().double()
-        largest = torch.maximum(self._largest[name], size) if name in self._largest else size
-        self._largest[name] = largest
-        all_noise = 0 < _largest((largest,)) <= self.floor
-        return torch.where(largest > 0, self.floor / largest, math.inf if all_noise else 0.0)
+        sizes = torch.maximum(self._largest[name], size) if name in self._largest else size
+        self._largest[name] = sizes
+        all_noise = 0 < largest((sizes,)) <= self.floor
+        return torch.where(sizes > 0, self.floor / sizes, math.inf if all_noise else 0.0)
 
 
 def _move(before: Tensor | None, after: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def _move(before: Tensor | None, after: Tensor) -> Tensor:
     return after.abs() if before is None else (after - before.detach().double()).abs()
 
 
-def _largest(tensors: Iterable[Tensor]) -> float:
+def largest(tensors: Iterable[Tensor]) -> float:
     """Return the largest finite |element|, 0 of none."""
     finite = (torch.nan_to_num(each.detach().double(), posinf=0.0, neginf=0.0) for each in tensors if each.numel())
     return max((float(each.abs().max()) for each in finite), default=0.0)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from twinstep.worker.compile.capture import TrainStep
 from twinstep.worker.compile.parity.compare import EXACT, Difference, Kind, Tolerance, Tolerances, difference
-from twinstep.worker.compile.parity.noise import GradientNoise
+from twinstep.worker.compile.parity.noise import GradientNoise, largest
 from twinstep.worker.compile.parity.result import TensorReport
 from twinstep.worker.compile.parity.watch import Gradients, wanted, watching
 from twinstep.worker.compile.state import Optimizers, as_mapping
@@ -112,6 +112,7 @@ class Ledger:
         self._settings, self._backend = settings, backend
         self._steps: dict[Name, list[Difference]] = {}
         self._facts: dict[Name, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._scales: dict[Name, float] = {}
         self.diverged = False
 
     def add(self, got: Snapshot, want: Snapshot, noise: GradientNoise) -> None:
@@ -126,10 +127,24 @@ class Ledger:
                 result = Difference(torch.inf, torch.inf, torch.inf, 0, (), "not there")
             else:
                 allowance = noise.allowance(f"{kind}:{name}", wanted_tensor)
-                result = difference(found, wanted_tensor, tolerance, elementwise=kind == "loss", allowance=allowance)
+                result = difference(
+                    found,
+                    wanted_tensor,
+                    tolerance,
+                    elementwise=kind == "loss",
+                    at_least=self._scale(key, wanted_tensor),
+                    allowance=allowance,
+                )
             self._facts[key] = dtype, tuple(wanted_tensor.shape)
             self._steps.setdefault(key, []).append(result)
             self.diverged |= result.over and not self._excluded(kind, name)
+
+    def _scale(self, key: Name, want: Tensor) -> float:
+        """Return the largest |value| of a gradient or a tensor of the state so far; 0 for outputs."""
+        if key[0] in ("loss", "output") or not want.numel():
+            return 0.0
+        self._scales[key] = max(self._scales.get(key, 0.0), largest((want,)))
+        return self._scales[key]
 
     def reports(self, order: Mapping[Name, int]) -> tuple[TensorReport, ...]:
         """Return the tensors in the order the graph computes them; what the graph does not know stands last."""
