@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from twinstep.spec.errors import CaptureError, CompileError
+from twinstep.worker.compile.inputs import check_leaf
 from twinstep.worker.compile.key import module_settings
 from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.copies import lift_constants
@@ -109,6 +111,7 @@ def batch_leaves(batch: Any) -> tuple[list[Tensor], list[str], pytree.TreeSpec]:
                 f"batch leaf {name} is {type(leaf).__name__}, not a tensor",
                 remedy="give tensors only: a Python value would be built into the program",
             )
+        check_leaf(name, leaf)
         leaves.append(leaf.detach().contiguous())  # programs are made for one layout of memory
         paths.append(name)
     return leaves, paths, spec
@@ -267,6 +270,7 @@ def _first_trace(flat_step: _FlatStep, example: list[Tensor]) -> fx.GraphModule:
             torch.compiler._non_strict_tracing_context(),
             torch.autograd.set_multithreading_enabled(False),
             fx_traceback.preserve_node_meta(),
+            torch.backends.mkldnn.flags(enabled=False),  # an LSTM as ops that can be lowered, not as oneDNN's one
             Stages(flat_step.state.model, flat_step.state.optimizers),
         ):
             return make_fx(flat_step, tracing_mode="fake", _allow_non_fake_inputs=True)(*example)
@@ -302,8 +306,9 @@ def _split_outputs(result: Any) -> tuple[OutputTree, list[Tensor]]:
 class _UserLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Knows the user's line of what a graph cannot hold; the trace itself keeps no lines.
 
-    A shape that depends on data is refused where it arises; where a number is read out of a tensor is noted, since
-    an optimizer may do so and be helped by a pass.
+    A shape that depends on data, a sparse tensor, a generator of the step's own: refused where they arise. Where a
+    number is read out of a tensor is noted, since an optimizer may do so and be helped by a pass; and the place of each
+    op, for a lowering that fails.
     """
 
     def __init__(self) -> None:
@@ -323,15 +328,29 @@ class _UserLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._reads.append(_users_place(traceback.extract_stack()))
         elif func is torch.ops.aten.lift_fresh.default:
             self.made.append(args[0])
-        result = func(*args, **(kwargs or {}))
+        if (kwargs or {}).get("generator") is not None:
+            self._refuse(
+                f"the step draws from a torch.Generator of its own ({func})",
+                remedy="draw from torch's default generator, seeded with torch.manual_seed before the first step",
+            )
+        with fx_traceback.annotate({"place": _place_here()}):
+            result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor) and each.layout is not torch.strided:
+                self._refuse(
+                    f"the step makes a sparse tensor ({func})",
+                    remedy="sparse=False for embeddings: their tables get row updates all the same",
+                )
             if isinstance(each, Tensor) and any(isinstance(size, torch.SymInt) for size in each.shape):
-                self._refused = CaptureError(
-                    f"a shape depends on a tensor's values ({func}){_users_place(traceback.extract_stack())}",
+                self._refuse(
+                    f"a shape depends on a tensor's values ({func})",
                     remedy="keep shapes fixed: torch.where with a mask instead of indexing by it, padding, buckets",
                 )
-                raise self._refused
         return result
+
+    def _refuse(self, problem: str, *, remedy: str) -> None:
+        self._refused = CaptureError(f"{problem}{_users_place(traceback.extract_stack())}", remedy=remedy)
+        raise self._refused
 
     def mark(self, graph: fx.GraphModule) -> None:
         """Write each place into the meta of its node; nodes stand in the order of the reads."""
@@ -398,6 +417,17 @@ def _refuse_changed_state(graph: fx.GraphModule, state: TrainState, example: Seq
                 f"the step turns {slot.name}, {list(before.shape)} {before.dtype}, into {list(now.shape)} {now.dtype}",
                 remedy="keep its shape and dtype (tensor.copy_, tensor.add_)",
             )
+
+
+def _place_here() -> tuple[str, int]:
+    """Return file and line of the innermost frame that is the user's; quick, since each op is asked for its own."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, _OURS, "<")):
+            return name, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return "", 0
 
 
 def _users_place(frames: traceback.StackSummary) -> str:

@@ -157,8 +157,9 @@ def module_settings(model: nn.Module) -> tuple[tuple[str, str], ...]:
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SIMPLE = (bool, int, float)
 
-OWN_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes every module has: registries of parameters, buffers, hooks and children."""
+OWN_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights", "_flat_weight_refs"}
+"""Attributes every module has: registries of parameters, buffers, hooks and children; and the second list that
+recurrent modules keep of their parameters."""
 
 
 def ambient() -> tuple[tuple[str, str], ...]:

@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 
 from twinstep.worker.compile.annotate import Spread
+from twinstep.worker.compile.inputs import check_pieces
 from twinstep.worker.compile.program import Backend
 from twinstep.worker.compile.state import Optimizers, TrainState, as_mapping
 from twinstep.worker.compile.up_to_date import keep_up_to_date, let_go
@@ -35,6 +36,7 @@ class Lifted:
         spread: Spread,
     ) -> Lifted:
         """Lift the state, for a backend by name."""
+        check_pieces(model, optimizer, name)
         let_go(model, as_mapping(optimizer).values())
         state = TrainState(model, optimizer)
         # Each backend's stack takes seconds to import, so only the one asked for is.

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.utils._pytree as pytree
@@ -23,6 +23,7 @@ from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
+from twinstep.worker.compile.inputs import check_device, check_finite, device_of, is_plain
 from twinstep.worker.compile.inspection import Capture, Inspectable
 from twinstep.worker.compile.kept import Kept, pack, unpack
 from twinstep.worker.compile.key import (
@@ -76,6 +77,9 @@ class Runner(Inspectable):
         self._capture_again = capture_again
         self._batch_info = tuple((shape, getattr(torch, dtype)) for _, shape, dtype in key.batch)
         self._standing = standing(lifted.state, model)
+        self._device = device_of(lifted.state.live())
+        self.check_finite = False
+        """Whether numbers of each batch are read first, and NaN and infinities refused."""
 
     @property
     def captured(self) -> Captured:
@@ -123,14 +127,18 @@ class Runner(Inspectable):
             raise CompileError(
                 "the batch's structure differs from the example's", remedy="give the fields the example had"
             )
-        if batch_info(leaves) != self._batch_info:
+        if batch_info(leaves) != self._batch_info or not all(is_plain(leaf, self._device) for leaf in leaves):
             self._refuse(batch)
+        if self.check_finite:
+            check_finite(batch)
         # Programs are made for one layout of memory.
         outputs = self._program(self._lifted.state.learning_rates(), [leaf.detach().contiguous() for leaf in leaves])
         return self._kept.outputs.rebuild(outputs)
 
     def _refuse(self, batch: Any) -> None:
         leaves, paths, _ = batch_leaves(batch)
+        for path, leaf in zip(paths, leaves, strict=True):
+            check_device(path, leaf, self._device)
         for path, leaf, (_, shape, dtype) in zip(paths, leaves, self.key.batch, strict=True):
             if tensor_info(path, leaf)[1:] != (shape, dtype):
                 raise CompileError(
@@ -161,6 +169,8 @@ class StepCompiler:
         cache_dir: directory of the cache on disk; None: no cache.
         in_place: False writes no new state over old inside the program: slower, and without a cache on disk; for
             finding faults.
+        check_finite: refuse a batch that holds NaN or an infinity (DataError, which names the leaf), at the cost of
+            reading all its numbers before each step.
         cache_max_bytes: what programs on disk may take together.
         on_start: called with the reason before each compile.
         on_event: called with a CompileEvent after each compile.
@@ -182,6 +192,7 @@ class StepCompiler:
         batch_dims: Mapping[str, int] | None = None,
         cache_dir: Path | None = None,
         in_place: bool = True,
+        check_finite: bool = False,
         cache_max_bytes: int = MAX_BYTES,
         on_start: Callable[[str], None] | None = None,
         on_event: Callable[[CompileEvent], None] | None = None,
@@ -189,6 +200,8 @@ class StepCompiler:
         max_runners: int = MAX_RUNNERS,
         storm: tuple[int, int] = (MAX_COMPILES, WINDOW),
     ) -> None:
+        if backend not in get_args(BackendName):
+            raise CompileError(f"no backend is called {backend!r}", remedy=f"use {', '.join(get_args(BackendName))}")
         self._step = train_step
         self._model = model
         self._optimizer = optimizer
@@ -206,6 +219,7 @@ class StepCompiler:
         self._max_runners = max_runners
         self._cache_dir = cache_dir if in_place else None
         self._in_place = in_place
+        self._check_finite = check_finite
         self._store: ProgramStore | None = None
         if cache_dir is not None and in_place:
             self._store = ProgramStore(cache_dir / "programs", max_bytes=cache_max_bytes, warn=self._cache_unusable)
@@ -230,6 +244,8 @@ class StepCompiler:
         return self._run_eager if self._lifted is None else self.runner(batch, sizes=sizes).run
 
     def _run_eager(self, batch: Any) -> Any:
+        if self._check_finite:
+            check_finite(batch)
         arguments = (self._model, batch) if self._optimizer is None else (self._model, self._optimizer, batch)
         return pytree.tree_map_only(Tensor, Tensor.detach, self._step(*arguments))
 
@@ -264,6 +280,8 @@ class StepCompiler:
 
     def _new(self, key: CompileKey, batch: Any, lifted: Lifted) -> Runner:
         self._spread.check({path: shape for path, shape, _ in key.batch})
+        for leaf, path in zip(*batch_leaves(batch)[:2], strict=True):
+            check_device(path, leaf, device_of(lifted.state.live()))
         why = reason(self._last, key)
         if self._on_start:
             self._on_start(why)
@@ -273,6 +291,7 @@ class StepCompiler:
         spec = pytree.tree_structure(batch)
         again = self._capture_like(batch, lifted)
         runner = Runner(made, lifted, self._model, key, spec, again, self._spread, seconds)
+        runner.check_finite = self._check_finite
         event = CompileEvent(
             name="compiled" if self._last is None else "recompiled",
             reason=why,

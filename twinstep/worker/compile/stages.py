@@ -7,6 +7,7 @@ with the nodes through the second trace.
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -157,7 +158,7 @@ def fill_stages(graph: fx.GraphModule) -> None:
             noted = {name: value for name, value in noted.items() if name != "gradients"}
 
 
-_NOTES = ("stage", "region", "gradients")
+_NOTES = ("stage", "region", "gradients", "place")
 
 
 def keep_stages(graph: fx.GraphModule) -> None:
@@ -171,6 +172,12 @@ def keep_stages(graph: fx.GraphModule) -> None:
 def region(node: fx.Node) -> str:
     """Return the path of the module, or the name of the optimizer, that a node belongs to; empty where unknown."""
     return str(node.meta.get("region", ""))
+
+
+def place(node: fx.Node | None) -> str:
+    """Return ` at FILE:LINE: source` of the user's code that a node comes from; empty where unknown."""
+    file, line = ("", 0) if node is None else node.meta.get("place", ("", 0))
+    return f" at {file}:{line}: {linecache.getline(file, line).strip()}" if file else ""
 
 
 def gradients(node: fx.Node) -> tuple[str, ...]:

@@ -15,7 +15,10 @@ from twinstep.worker.compile.state import TrainState
 
 def batch_info(leaves: Sequence[Any]) -> tuple[tuple[Any, Any], ...]:
     """Return shape and dtype of each leaf; one that is no tensor has neither."""
-    return tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
+    try:
+        return tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
+    except RuntimeError:  # a nested tensor has no shape, and is refused where it is named
+        return ((None, None),)
 
 
 def reach(train_step: TrainStep, model: nn.Module, state: TrainState) -> Reach:

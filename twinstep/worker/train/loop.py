@@ -65,6 +65,7 @@ class Trainer:
             self._optimizers,
             backend=spec.compile.backend,
             cache_dir=cache_directory(spec),
+            check_finite=spec.debug.stop_on_nonfinite,
             on_start=self._compiling,
             on_event=self._compiled,
             on_warning=self._warned,

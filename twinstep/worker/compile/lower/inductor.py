@@ -10,6 +10,7 @@ import dataclasses
 import json
 import operator
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower import bags
 from twinstep.worker.compile.lower.inductor_code import load_code, save_code
+from twinstep.worker.compile.stages import place
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.ops.rows import WRITE_ROWS, WRITE_ROWS_IN_PLACE
 
@@ -73,7 +75,7 @@ class InductorBackend:
         except Exception as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
             raise CompileError(
-                f"Inductor cannot lower the step: {line}", remedy="set compile.backend: xla, or eager"
+                f"Inductor cannot lower {_culprit(graph, error)}: {line}", remedy="set compile.backend: xla, or eager"
             ) from error
         cached = counters["inductor"]["fxgraph_cache_hit"] > hits
         return InductorProgram(compiled, plan, self._state, captured.constants, from_cache=cached)
@@ -99,6 +101,13 @@ class InductorBackend:
 
     def go_on_from(self, before: InductorBackend) -> None:
         """Do nothing: the live tensors are the state, and random numbers are torch's own."""
+
+
+def _culprit(graph: fx.GraphModule, error: Exception) -> str:
+    """Return the op that Inductor's error names, with the user's line; or the step."""
+    named = re.search(r"target: (\S+)", str(error))
+    nodes = [node for node in graph.graph.nodes if named and str(node.target) == named[1]]
+    return f"{named[1]}{place(nodes[0])}" if named and nodes else "the step"
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torchax.ops.ops_registry import all_aten_ops
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.lower import xla_attention, xla_rows
 from twinstep.worker.compile.lower.xla_loops import Loops
+from twinstep.worker.compile.stages import place
 from twinstep.worker.ops.barrier import BARRIER
 from twinstep.worker.ops.hstu_attention import OPERATOR, OPERATOR_BACKWARD
 from twinstep.worker.ops.rows import SUM_ROWS, UNIQUE_ROWS, WRITE_ROWS
@@ -80,6 +81,7 @@ class JaxInterpreter(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
+        self._node: fx.Node | None = None
         self._loops = Loops(lambda body, values: list(JaxInterpreter(body).run(*values)))
 
     def run_node(self, n: fx.Node) -> Any:
@@ -87,7 +89,17 @@ class JaxInterpreter(fx.Interpreter):
         if n.op == "call_module":
             args, _ = self.fetch_args_kwargs_from_env(n)
             return self._loops.run(self.fetch_attr(str(n.target)), args, read={user.args[1] for user in n.users})
-        result = super().run_node(n)
+        self._node = n
+        try:
+            result = super().run_node(n)
+        except CompileError:
+            raise
+        except Exception as error:  # whatever an op's lowering raises
+            line = (str(error).strip().splitlines() or [""])[0][:300]
+            raise CompileError(
+                f"XLA cannot lower {n.target}{place(n)}: {type(error).__name__}: {line}",
+                remedy="set compile.backend: inductor, or write the step without it",
+            ) from error
         want = n.meta.get("val")
         if n.op == "call_function" and isinstance(result, jax.Array) and isinstance(want, torch.Tensor):
             dtype = _dtype(want.dtype)
@@ -103,13 +115,14 @@ class JaxInterpreter(fx.Interpreter):
             return OWN_OPS[target](*args, **kwargs)
         if target.overloadpacket in WRONG_OPS:
             raise CompileError(
-                f"XLA's lowering of {target} is known to give wrong numbers: {WRONG_OPS[target.overloadpacket]}",
+                f"XLA's lowering of {target} is known to give wrong numbers: {WRONG_OPS[target.overloadpacket]}"
+                f"{place(self._node)}",
                 remedy="set compile.backend: inductor, or write the step without it",
             )
         op = all_aten_ops.get(target) or all_aten_ops.get(target.overloadpacket)
         if op is None:
             raise CompileError(
-                f"XLA has no lowering for {target}",
+                f"XLA has no lowering for {target}{place(self._node)}",
                 remedy="set compile.backend: inductor, or write the step without it",
             )
         env = torchax.default_env()
