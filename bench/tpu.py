@@ -23,7 +23,7 @@ NAIVE, OURS = "naive", "ours"
 
 
 def full_size(*, batch_size: int, num_layers: int = 5) -> dict[str, Any]:
-    """Return the spec of the full-size model: D = 512, 4 heads of 128, 512 tokens of history, 8 candidates."""
+    """Return the spec of the full-size model: D = 512, 4 heads of 128, 512 tokens of history, 520 slots a row."""
     return {
         "name": "bench-tpu",
         "model": {
@@ -39,8 +39,8 @@ def full_size(*, batch_size: int, num_layers: int = 5) -> dict[str, Any]:
             "dataset": "synthetic",
             "batch_size": batch_size,
             "uih_len": 512,
-            "num_candidates": 8,
-            "rows": {"item_id": 1 << 20},
+            "num_candidates": 6,
+            "rows": {"item_id": 1 << 17},
         },
     }
 

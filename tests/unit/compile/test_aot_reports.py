@@ -39,7 +39,7 @@ SPEC = JobSpec.model_validate(
             "batch_size": 8,
             "uih_len": 16,
             "num_candidates": 4,
-            "rows": {"item_id": 4 << 20},
+            "rows": {"item_id": 32 << 20},
         },
         "accelerator": {"kind": "tpu", "generation": "v5p", "topology": "2x2x1"},
     }
@@ -194,12 +194,12 @@ def test_a_compiler_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: py
 def test_a_small_step_compiles_for_a_slice_with_its_state_donated_and_few_collectives() -> None:
     found = ahead.compile_spec(SPEC, effort="quick")
     assert found.devices == 4
-    # 4 Mi rows of 16 floats: on meta, spread over the devices, beside the optimizer's sum of each row.
+    # 32 Mi rows of 16 floats, 2 GiB: on meta, spread over the devices, beside the optimizer's sum of each row.
     assert found.sharded == (
         "parameter:_embedding_collection.embeddings.item_id.weight",
         "optimizer:sparse/sum/_embedding_collection.embeddings.item_id.weight",
     )
-    assert found.state_bytes >= (4 << 20) * 17 // 4 * 4
+    assert found.state_bytes >= (32 << 20) * 17 // 4 * 4
     # What is donated is the state, each tensor padded to whole tiles.
     assert found.state_bytes <= found.hbm.alias <= found.state_bytes + 2**20
     assert found.hbm.alias <= found.hbm.outputs <= found.hbm.arguments + 2**16
@@ -207,4 +207,4 @@ def test_a_small_step_compiles_for_a_slice_with_its_state_donated_and_few_collec
     assert kinds["all-reduce"] >= 1  # gradients of what is on every device
     assert sum(kinds.values()) <= 20
     assert found.flops > 0
-    assert found.bytes_accessed > found.state_bytes
+    assert 2**20 < found.bytes_accessed < found.state_bytes  # of the table, only the rows that the batch names

@@ -32,7 +32,7 @@ from twinstep.worker.compile.runner import StepCompiler
 from twinstep.worker.compile.state import Optimizers
 from twinstep.worker.compile.strategies import Strategy, resolve
 
-SHARD_ABOVE = 64 << 20  # bytes of a table above which its rows are spread over the devices
+SHARD_ABOVE = 1 << 30  # bytes of a table above which its rows are spread; a lookup then moves all devices' tokens
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # JAX itself computes on the host; the TPU is only compiled for
