@@ -7,6 +7,7 @@ user's own classes; it is unpickled only after the store has checked owner and s
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from twinstep.worker.compile.capture import Captured, OutputTree
+from twinstep.worker.compile.lookups import Lookup, lookups
 
 BACKEND = "backend/"
 """Prefix of the parts that are the backend's."""
@@ -31,6 +33,8 @@ class Kept:
     nodes: int
     """Nodes of the captured graph."""
     constants: tuple[Tensor, ...]
+    lookups: tuple[Lookup, ...]
+    """Lookups by ids of the batch, whose range can be checked before a step and named after it failed."""
     paths: tuple[str | None, ...]
     """Where each constant is found that the step reads from elsewhere; None: the step made it."""
 
@@ -42,6 +46,7 @@ class Kept:
             captured.outputs,
             len(captured.graph.graph.nodes),
             captured.constants,
+            lookups(captured.graph, captured.num_state + captured.num_rates, captured.num_batch),
             tuple(
                 paths.get(_place(each), "") if index in captured.live else None
                 for index, each in enumerate(captured.constants)
@@ -70,7 +75,9 @@ def pack(kept: Kept, backend_parts: Mapping[str, bytes]) -> dict[str, bytes] | N
         if path is None:
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             parts[f"constant/{index}"] = flat.view(torch.uint8).numpy().tobytes()
-    parts["step"] = json.dumps({"nodes": kept.nodes, "constants": described}).encode()
+    parts["step"] = json.dumps(
+        {"nodes": kept.nodes, "constants": described, "lookups": [dataclasses.astuple(each) for each in kept.lookups]}
+    ).encode()
     return parts | {f"{BACKEND}{name}": part for name, part in backend_parts.items()}
 
 
@@ -93,6 +100,7 @@ def unpack(parts: Mapping[str, bytes], reached: Mapping[str, Tensor]) -> tuple[K
         outputs=OutputTree(_put_together(tree), leaves),
         nodes=step["nodes"],
         constants=tuple(constants),
+        lookups=tuple(Lookup(*each) for each in step["lookups"]),
         paths=tuple(path for path, *_ in step["constants"]),
     )
     prefix = len(BACKEND)

@@ -26,6 +26,8 @@ class Backend(Protocol):
     """What lowers captured steps and owns their state between steps."""
 
     name: str
+    wraps_indices: bool
+    """Whether an index that names no row takes another row, or NaN, in silence: it is then checked before the step."""
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]: ...
 

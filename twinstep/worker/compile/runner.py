@@ -25,6 +25,7 @@ from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, c
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
 from twinstep.worker.compile.inputs import check_device, check_finite, device_of, is_plain
 from twinstep.worker.compile.inspection import Capture, Inspectable
+from twinstep.worker.compile.interrupt import uninterrupted
 from twinstep.worker.compile.kept import Kept, pack, unpack
 from twinstep.worker.compile.key import (
     CompileKey,
@@ -35,6 +36,7 @@ from twinstep.worker.compile.key import (
     versions,
 )
 from twinstep.worker.compile.lifted import BackendName, Lifted
+from twinstep.worker.compile.lookups import explain
 from twinstep.worker.compile.placement import Mesh
 from twinstep.worker.compile.program import Program
 from twinstep.worker.compile.stamp import Stamp
@@ -121,6 +123,7 @@ class Runner(Inspectable):
 
         Raises:
             CompileError: the batch differs from the example in structure, shape or dtype; nothing was changed.
+            DataError: an id names no row; nothing was changed.
         """
         leaves, spec = pytree.tree_flatten(batch)
         if spec != self.batch_spec:
@@ -131,8 +134,17 @@ class Runner(Inspectable):
             self._refuse(batch)
         if self.check_finite:
             check_finite(batch)
-        # Programs are made for one layout of memory.
-        outputs = self._program(self._lifted.state.learning_rates(), [leaf.detach().contiguous() for leaf in leaves])
+        leaves = [leaf.detach().contiguous() for leaf in leaves]  # programs are made for one layout of memory
+        paths = [path for path, _, _ in self.key.batch]
+        if self._lifted.backend.wraps_indices:
+            for lookup in self._kept.lookups:
+                lookup.check(paths[lookup.leaf], leaves[lookup.leaf])
+        try:
+            with uninterrupted():
+                outputs = self._program(self._lifted.state.learning_rates(), leaves)
+        except Exception as error:
+            explain(error, self._kept.lookups, paths, leaves)
+            raise
         return self._kept.outputs.rebuild(outputs)
 
     def _refuse(self, batch: Any) -> None:

@@ -29,6 +29,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.lookups import written_too_soon
 from twinstep.worker.compile.lower import bags
 from twinstep.worker.compile.lower.inductor_code import load_code, save_code
 from twinstep.worker.compile.stages import place
@@ -42,6 +43,7 @@ class InductorBackend:
     """Lowers captured steps; the live tensors of `state` are what its programs read and write."""
 
     name = "inductor"
+    wraps_indices = False  # its code checks them
 
     def __init__(self, state: TrainState, *, cache_dir: Path | None, in_place: bool = True) -> None:
         self._state = state
@@ -168,8 +170,8 @@ class InductorProgram:
         state = self._state.tensors()
         with torch.no_grad():
             results = self.code([*state, *rates, *batch, *self._constants])  # empties the list it is given
-            for slot, value in zip(self.plan.late, results[self.plan.num_outputs :], strict=True):
-                state[slot].copy_(value)
+            if self.plan.late:
+                torch._foreach_copy_([state[slot] for slot in self.plan.late], results[self.plan.num_outputs :])
         outputs = results[: self.plan.num_outputs]
         return [value.clone() if index in self.plan.shared else value for index, value in enumerate(outputs)]
 
@@ -180,7 +182,8 @@ def write_back(captured: Captured, *, in_place: bool = True) -> tuple[fx.GraphMo
     A user's output that is (a view of) a placeholder is cloned before the copies, or it would read what they wrote.
     New state that is (a view of) another placeholder (two buffers swapped) is returned and copied after the run:
     Inductor drops clones that are not outputs, so inside the graph the copies would read each other's results.
-    Not `in_place`, all new state is returned and copied after the run.
+    So is small new state that could be written before the last lookup was made, such as step counts: an id that names
+    no row would leave it written. Not `in_place`, all new state is returned and copied after the run.
     """
     graph = fx.GraphModule(captured.graph, _copy(captured.graph.graph))
     nodes = list(graph.graph.nodes)
@@ -189,6 +192,7 @@ def write_back(captured: Captured, *, in_place: bool = True) -> tuple[fx.GraphMo
     results = list(output.args[0])
     new_state, outputs = results[: captured.num_state], results[captured.num_state :]
     late: dict[int, fx.Node] = {}
+    too_soon = {slot for slot in written_too_soon(captured.graph, captured.num_state) if _small(new_state[slot])}
     roots = {_root(new) for new in new_state}
     shared = {index for index, value in enumerate(outputs) if _root(value) in roots.difference(placeholders)}
     with graph.graph.inserting_before(output):
@@ -202,7 +206,7 @@ def write_back(captured: Captured, *, in_place: bool = True) -> tuple[fx.GraphMo
         for slot, new in enumerate(new_state):
             if slot in late or new is placeholders[slot]:
                 continue
-            if not in_place:
+            if not in_place or slot in too_soon:
                 late[slot] = new
             else:
                 _write(graph.graph, placeholders[slot], new)
@@ -211,6 +215,14 @@ def write_back(captured: Captured, *, in_place: bool = True) -> tuple[fx.GraphMo
     graph.graph.lint()
     graph.recompile()
     return graph, WriteBack(len(outputs), tuple(late), frozenset(shared))
+
+
+LATE_BYTES = 1 << 20  # of one slot; to copy a table at every step would cost more than a clean failure is worth
+
+
+def _small(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return bool(value.numel() * value.element_size() <= LATE_BYTES)
 
 
 def _write(graph: fx.Graph, placeholder: fx.Node, new: fx.Node) -> None:

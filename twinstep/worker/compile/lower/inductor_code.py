@@ -52,7 +52,19 @@ def save_code(compiled: Any) -> dict[str, bytes] | None:
     return parts
 
 
-def load_code(parts: Mapping[str, bytes]) -> Code:
+class LoadedCode:
+    """A compiled graph that was loaded; called as the one it was saved from."""
+
+    def __init__(self, call: Code, source_code: str) -> None:
+        self._call = call
+        self.source_code = source_code
+
+    def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]:
+        """Run the graph on inputs in a list, which is emptied."""
+        return self._call(inputs)
+
+
+def load_code(parts: Mapping[str, bytes]) -> LoadedCode:
     """Return the compiled graph that `save_code` made parts of.
 
     Raises:
@@ -66,10 +78,9 @@ def load_code(parts: Mapping[str, bytes]) -> Code:
     vars(module)["AsyncCompile"] = lambda: _Loaded(kernels)
     source = parts["source"].decode()
     # The module would make a compiler of its own; here it is given one that has everything already.
-    source = source.replace("from torch._inductor.async_compile import AsyncCompile\n", "")
-    exec(compile(source, module.__name__, "exec"), vars(module))  # noqa: S102  Inductor's code, its sum checked
-    code: Code = vars(module)["call"]
-    return code
+    loaded = source.replace("from torch._inductor.async_compile import AsyncCompile\n", "")
+    exec(compile(loaded, module.__name__, "exec"), vars(module))  # noqa: S102  Inductor's code, its sum checked
+    return LoadedCode(vars(module)["call"], source)
 
 
 class _Loaded:

@@ -54,6 +54,7 @@ class XlaBackend:
     """Lowers captured steps and holds the state they share, on JAX's default device."""
 
     name = "xla"
+    wraps_indices = True
 
     def __init__(
         self, state: TrainState, *, cache_dir: Path | None, in_place: bool = True, spread: Spread | None = None
@@ -256,7 +257,14 @@ class XlaProgram:
         backend.arrays, outputs, backend.key = self.compiled(
             backend.arrays, rate_arrays, batch_arrays, self._constants_now(), backend.key
         )
-        return [_to_torch(array, dtype) for array, dtype in zip(outputs, self.dtypes, strict=True)]
+        try:
+            return [_to_torch(array, dtype) for array, dtype in zip(outputs, self.dtypes, strict=True)]
+        except (
+            Exception
+        ):  # it failed on the device, after the old state was given away; check_state says so from now on
+            for array in backend.arrays:
+                array.delete()
+            raise
 
     def _constants_now(self) -> list[jax.Array]:
         """Return the constants on the device, brought there again where one was written to since."""
