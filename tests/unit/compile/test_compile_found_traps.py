@@ -239,7 +239,7 @@ def test_two_compilers_with_caches_of_their_own_use_each_its_own(tmp_path: Any) 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         compiler = StepCompiler(square_step, model, optimizer, backend="xla", cache_dir=tmp_path / name)
         compiler(torch.ones(4, 3))
-        assert list((tmp_path / name).rglob("*-cache")), name
+        assert list((tmp_path / name).rglob("*.program")), name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

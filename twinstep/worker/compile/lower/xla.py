@@ -90,9 +90,11 @@ class XlaBackend:
         start = captured.num_state + captured.num_rates
         batch = layout.put(map(_to_jax, captured.example[start : start + captured.num_batch]), batch_specs)
         self.key = layout.everywhere(self.key)
-        before = _cache_entries(self._cache_dir)
+        # On the CPU an executable that JAX took from its own cache cannot be written out again: it has lost its code.
+        cache_dir = None if jax.default_backend() == "cpu" else self._cache_dir
+        before = _cache_entries(cache_dir)
         try:
-            with _cache_at(self._cache_dir), warnings.catch_warnings():
+            with _cache_at(cache_dir), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit: checked in _to_jax
                 lowered = jax.jit(
                     as_jax(captured), donate_argnums=0 if self._in_place else (), out_shardings=layout.results()
@@ -106,7 +108,7 @@ class XlaBackend:
                 f"XLA cannot lower the step: {type(error).__name__}: {line}",
                 remedy="set compile.backend: inductor, or eager",
             ) from error
-        cached = self._cache_dir is not None and _cache_entries(self._cache_dir) == before and before > 0
+        cached = cache_dir is not None and _cache_entries(cache_dir) == before and before > 0
         results: Any = captured.graph.graph.output_node().args[0]
         dtypes = [node.meta["val"].dtype for node in results[captured.num_state :]]
         return XlaProgram(
@@ -121,6 +123,8 @@ class XlaBackend:
 
     def save(self, program: XlaProgram) -> dict[str, bytes] | None:
         """Return the parts `load` makes the program of in another process; None: this XLA cannot write it out."""
+        if program.from_cache:
+            return None
         try:
             # Bytes of the executable, and the structure of what goes in and comes out.
             written = pickle.dumps(serialize_executable.serialize(program.compiled))
@@ -259,9 +263,7 @@ class XlaProgram:
         )
         try:
             return [_to_torch(array, dtype) for array, dtype in zip(outputs, self.dtypes, strict=True)]
-        except (
-            Exception
-        ):  # it failed on the device, after the old state was given away; check_state says so from now on
+        except Exception:  # on the device, after the old state was given away: check_state says so from now on
             for array in backend.arrays:
                 array.delete()
             raise
