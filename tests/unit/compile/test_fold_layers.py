@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, fx, nn
 from twinstep.worker.compile import StepCompiler
 from twinstep.worker.compile.capture import Captured, capture
 from twinstep.worker.compile.lower.inductor import InductorBackend
+from twinstep.worker.compile.lower.inductor_pieces import Pieces, Schedule, split
 from twinstep.worker.compile.partition import folded
 from twinstep.worker.compile.passes.fold_layers import Repeated
 from twinstep.worker.compile.state import TrainState
@@ -162,6 +164,32 @@ def test_layers_that_read_two_layers_back_are_left_alone_with_a_reason() -> None
 
     captured, graph = fold(Dense())
     assert_equal(captured, graph)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_pieces_run_by_their_schedule_give_the_bits_of_the_whole_graph(depth: int) -> None:
+    torch.manual_seed(0)
+    captured, graph = fold(Stack([Block() for _ in range(depth)]))
+    pieces, schedule = split(graph)
+    assert len(pieces) == (1 if depth == 1 else 5)  # what is before, between and after the loops; and their bodies
+    run = Pieces(
+        tuple(lambda given, piece=piece: piece(*given) for piece in pieces),
+        Schedule.from_json(json.loads(json.dumps(schedule.as_json()))),
+    )
+    given = values(captured)
+    for got, want in zip(run(list(given)), captured.graph(*given), strict=True):
+        assert torch.equal(got, want)
+    read = {number for call in schedule.calls for number in call.takes} - set(schedule.returns)
+    assert read == {number for call in schedule.calls for number in call.done}, "a value is kept, or let go too soon"
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_inductor_calls_one_body_for_each_layer_with_eagers_numbers_and_masks(dropout: float) -> None:
+    want, want_losses = train("eager", [], dropout=dropout)
+    model, losses = train("inductor", ["fold_layers"], dropout=dropout)
+    torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(model.state_dict(), want.state_dict(), rtol=1e-4, atol=2e-6)
 
 
 def train(backend: str, strategies: Sequence[Any], *, dropout: float = 0.0) -> tuple[Stack, list[Tensor]]:

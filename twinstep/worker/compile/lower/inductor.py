@@ -31,9 +31,14 @@ from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lookups import written_too_soon
 from twinstep.worker.compile.lower import bags
+from twinstep.worker.compile.lower.fused_updates import Updates
 from twinstep.worker.compile.lower.inductor_code import load_code, save_code
+from twinstep.worker.compile.lower.inductor_pieces import Pieces, Schedule, split
+from twinstep.worker.compile.partition import copy_graph, fold
 from twinstep.worker.compile.stages import place
 from twinstep.worker.compile.state import TrainState
+from twinstep.worker.compile.strategies import FusedUpdate
+from twinstep.worker.compile.updates import Cut, cut_updates
 from twinstep.worker.ops.rows import WRITE_ROWS, WRITE_ROWS_IN_PLACE
 
 aten = torch.ops.aten
@@ -61,7 +66,8 @@ class InductorBackend:
             CompileError: Inductor refuses the graph; its first line is part of the message.
         """
         hits = counters["inductor"]["fxgraph_cache_hit"]
-        graph, plan = write_back(captured, in_place=self._in_place)
+        cut = self._cut(captured)
+        graph, plan = write_back(cut.captured, in_place=self._in_place)
         # A ShapeEnv, or Inductor's cache on disk is passed over; static, or it would see symbols in every shape.
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in captured.example]
@@ -72,28 +78,52 @@ class InductorBackend:
                 config.patch(fx_graph_cache=self._cache_dir is not None, fallback_random=True),
                 _directory(self._cache_dir),
             ):
-                FakeTensorProp(graph, mode).propagate(*captured.example)
-                compiled = compile_fx_inner(graph, fakes)
+                fold(graph, captured.context, self.name)
+                pieces, schedule = split(graph)
+                codes = _compile(pieces, schedule, fakes, mode)
         except Exception as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
             raise CompileError(
                 f"Inductor cannot lower {_culprit(graph, error)}: {line}", remedy="set compile.backend: xla, or eager"
             ) from error
-        cached = counters["inductor"]["fxgraph_cache_hit"] > hits
-        return InductorProgram(compiled, plan, self._state, captured.constants, from_cache=cached)
+        cached = counters["inductor"]["fxgraph_cache_hit"] - hits == len(codes)
+        code, updates = Pieces(codes, schedule), Updates(cut.groups)
+        return InductorProgram(code, plan, updates, self._state, captured.constants, from_cache=cached)
+
+    def _cut(self, captured: Captured) -> Cut:
+        """Cut off the updates that fused kernels run, where that was asked for."""
+        if captured.context.strategy(FusedUpdate) is None or not self._in_place:
+            return Cut(captured, ())
+        cut, notes = cut_updates(captured, self._state, self.decompositions())
+        captured.context.notes[FusedUpdate.name] = notes
+        return cut
 
     def save(self, program: InductorProgram) -> dict[str, bytes] | None:
         """Return the parts `load` makes the program of in another process; None: it cannot be carried so."""
-        code = save_code(program.code)
-        if code is None:
-            return None
-        return {"plan": json.dumps(program.plan.as_json()).encode()} | {f"code/{name}": code[name] for name in code}
+        parts: dict[str, bytes] = {}
+        for number, code in enumerate(program.code.codes):
+            piece = save_code(code)
+            if piece is None:
+                return None
+            parts |= {f"code/{number}/{name}": part for name, part in piece.items()}
+        plan = {
+            "write_back": program.plan.as_json(),
+            "updates": program.updates.as_json(),
+            "schedule": program.code.schedule.as_json(),
+        }
+        return {"plan": json.dumps(plan).encode()} | parts
 
     def load(self, parts: Mapping[str, bytes], constants: Sequence[Tensor]) -> InductorProgram:
         """Return the program that `save` made parts of; raises whatever a damaged one does."""
-        code = {name.removeprefix("code/"): part for name, part in parts.items() if name.startswith("code/")}
-        plan = WriteBack.from_json(json.loads(parts["plan"]))
-        return InductorProgram(load_code(code), plan, self._state, constants, from_cache=True)
+        plan = json.loads(parts["plan"])
+        schedule = Schedule.from_json(plan["schedule"])
+        codes = []
+        for number in range(1 + max(call.piece for call in schedule.calls)):
+            start = f"code/{number}/"
+            piece = {name.removeprefix(start): part for name, part in parts.items() if name.startswith(start)}
+            codes.append(load_code(piece))
+        back, updates = WriteBack.from_json(plan["write_back"]), Updates.from_json(plan["updates"])
+        return InductorProgram(Pieces(tuple(codes), schedule), back, updates, self._state, constants, from_cache=True)
 
     def pull(self) -> None:
         """Do nothing: the live tensors are the state."""
@@ -108,8 +138,30 @@ class InductorBackend:
 def _culprit(graph: fx.GraphModule, error: Exception) -> str:
     """Return the op that Inductor's error names, with the user's line; or the step."""
     named = re.search(r"target: (\S+)", str(error))
-    nodes = [node for node in graph.graph.nodes if named and str(node.target) == named[1]]
+    graphs = [each.graph for each in graph.modules() if isinstance(each, fx.GraphModule)]
+    nodes = [node for each in graphs for node in each.nodes if named and str(node.target) == named[1]]
     return f"{named[1]}{place(nodes[0])}" if named and nodes else "the step"
+
+
+def _compile(
+    pieces: Sequence[fx.GraphModule], schedule: Schedule, inputs: Sequence[Tensor], mode: FakeTensorMode
+) -> tuple[Any, ...]:
+    """Compile each piece once, for the fake values that reach it; `inputs` are the whole graph's."""
+    values = dict(enumerate(inputs))
+    codes: dict[int, Any] = {}
+    given: dict[int, list[Tensor]] = {}
+    for call in schedule.calls:
+        if call.piece not in codes:
+            piece, fakes = pieces[call.piece], [values[number] for number in call.takes]
+            FakeTensorProp(piece, mode).propagate_dont_convert_inputs(*fakes)
+            output = piece.graph.output_node()
+            results: Any = output.args[0]
+            given[call.piece] = [node.meta["val"] for node in results]
+            if len(pieces) > 1:  # what one piece gives, the next was compiled for, strides and all
+                output.meta["user_visible_output_idxs"] = list(range(len(results)))
+            codes[call.piece] = compile_fx_inner(piece, fakes)
+        values.update(zip(call.gives, given[call.piece], strict=True))
+    return tuple(codes[number] for number in range(len(pieces)))
 
 
 @contextlib.contextmanager
@@ -153,17 +205,25 @@ class InductorProgram:
     """A compiled step over the live state."""
 
     def __init__(
-        self, code: Any, plan: WriteBack, state: TrainState, constants: Sequence[Tensor], *, from_cache: bool
+        self,
+        code: Pieces,
+        plan: WriteBack,
+        updates: Updates,
+        state: TrainState,
+        constants: Sequence[Tensor],
+        *,
+        from_cache: bool,
     ) -> None:
         self.code = code
         self.plan = plan
+        self.updates = updates
         self._state = state
         self._constants = constants
         self.from_cache = from_cache
 
     def text(self) -> str:
         """Return the code that Inductor wrote."""
-        return str(getattr(self.code, "source_code", "") or "")
+        return "\n".join(str(getattr(code, "source_code", "") or "") for code in self.code.codes)
 
     def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
         """Run one step: update the live state, return the user's outputs, flat."""
@@ -172,7 +232,8 @@ class InductorProgram:
             results = self.code([*state, *rates, *batch, *self._constants])  # empties the list it is given
             if self.plan.late:
                 torch._foreach_copy_([state[slot] for slot in self.plan.late], results[self.plan.num_outputs :])
-        outputs = results[: self.plan.num_outputs]
+            outputs = results[: self.plan.num_outputs - self.updates.num_gradients]
+            self.updates(state, rates, results[len(outputs) : self.plan.num_outputs])
         return [value.clone() if index in self.plan.shared else value for index, value in enumerate(outputs)]
 
 
@@ -185,7 +246,7 @@ def write_back(captured: Captured, *, in_place: bool = True) -> tuple[fx.GraphMo
     So is small new state that could be written before the last lookup was made, such as step counts: an id that names
     no row would leave it written. Not `in_place`, all new state is returned and copied after the run.
     """
-    graph = fx.GraphModule(captured.graph, _copy(captured.graph.graph))
+    graph = fx.GraphModule(captured.graph, copy_graph(captured.graph.graph))
     nodes = list(graph.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     output = nodes[-1]
@@ -231,13 +292,6 @@ def _write(graph: fx.Graph, placeholder: fx.Node, new: fx.Node) -> None:
         graph.call_function(WRITE_ROWS_IN_PLACE, new.args)
     else:
         graph.call_function(aten.copy_.default, (placeholder, new))
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    new = fx.Graph()
-    result = new.graph_copy(graph, {})
-    new.output(result)
-    return new
 
 
 _MAY_VANISH: dict[Any, int] = {
