@@ -11,20 +11,17 @@ user's line. The live model and optimizers are not touched.
 
 from __future__ import annotations
 
-import contextlib
-import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import grad_scaler
 from torch.func import functionalize
@@ -34,11 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from twinstep.spec.errors import CaptureError, CompileError
 from twinstep.worker.compile.inputs import check_leaf
-from twinstep.worker.compile.key import module_settings
 from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.copies import lift_constants
+from twinstep.worker.compile.passes.costs import owner
 from twinstep.worker.compile.passes.fused_attention import attention_as_one_op
 from twinstep.worker.compile.passes.table import FIRST_TRACE_PASSES, PASSES, run_passes
+from twinstep.worker.compile.python_side import python_as_it_was
 from twinstep.worker.compile.stages import Gradients, KeepNotes, Stages, fill_stages, keep_stages
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import Strategy
@@ -233,10 +231,16 @@ class _FlatStep:
                 for parameter in swapped.optimized():
                     parameter.grad = torch.empty_like(parameter)  # see _reads_old_gradients
             self.gradients.watch([slot.name for slot in self.state.slots], swapped.parameters)
-            with torch.set_grad_enabled(True), self.lines, _python_as_it_was(model):
+            with torch.set_grad_enabled(True), self.lines, python_as_it_was(model):
                 result = self._step(model, given) if optimizer is None else self._step(model, optimizer, given)
             self.outputs, flat = _split_outputs(result)
             self.leaves_none = all(parameter.grad is None for parameter in swapped.optimized())
+            if not swapped.optimizers and any(parameter.grad is not None for parameter in swapped.parameters):
+                raise CaptureError(
+                    "the step leaves gradients, and has no optimizer that takes them",
+                    remedy="call optimizer.step() in the step too, once for several backward() if need be; to look at "
+                    "gradients, return torch.autograd.grad(loss, parameters)",
+                )
             return [*swapped.values(), *flat]
 
 
@@ -257,6 +261,7 @@ def _trace_step(flat_step: _FlatStep, example: list[Tensor], context: PassContex
     run_passes(first, FIRST_TRACE_PASSES, context, functional=False)
     fill_stages(first)
     _refuse_scalars(first)
+    _refuse_writes_outside(first)
     return first
 
 
@@ -369,6 +374,19 @@ def _refuse_scalars(graph: fx.GraphModule) -> None:
             )
 
 
+def _refuse_writes_outside(graph: fx.GraphModule) -> None:
+    """Raise CaptureError where the step writes to a tensor that it closes over: no state holds the result."""
+    for node in graph.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            written: Any = owner(node.args[0])
+            if isinstance(written, fx.Node) and written.op == "get_attr":
+                raise CaptureError(
+                    f"the step writes to a tensor of shape {list(written.meta['val'].shape)} that is not the model's "
+                    f"({node.target})",
+                    remedy="make it a buffer of the model (register_buffer)",
+                )
+
+
 def _reads_old_gradients(graph: fx.GraphModule, *, count: int) -> bool:
     """Say whether the step reads gradients of the step before: they are no part of the state.
 
@@ -381,30 +399,6 @@ def _reads_old_gradients(graph: fx.GraphModule, *, count: int) -> bool:
     return any(
         user.target not in (torch.ops.aten.zero_.default, torch.ops.aten.detach_.default) for user in first_users
     )
-
-
-@contextlib.contextmanager
-def _python_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Refuse a step that changes what Python holds: the change would happen once, while tracing, and never again."""
-    settings, numbers = dict(module_settings(model)), _generators()
-    yield
-    for name, now in module_settings(model):
-        if settings.get(name) != now:
-            raise CaptureError(
-                f"the step changes the module's attribute {name} from {settings.get(name, 'none')} to {now}",
-                remedy="make it a buffer (register_buffer), or change it outside the step",
-            )
-    if _generators() != numbers:
-        raise CaptureError(
-            "the step draws numbers from Python's or NumPy's generator, which would be the same at every step",
-            remedy="draw with torch (torch.rand, torch.bernoulli), or put the numbers into the batch",
-        )
-
-
-def _generators() -> tuple[Any, ...]:
-    """Return where Python's and NumPy's global generators stand."""
-    numpys: tuple[Any, ...] = np.random.get_state(legacy=True)  # type: ignore[assignment]
-    return random.getstate(), numpys[1].tobytes(), numpys[2]
 
 
 def _refuse_changed_state(graph: fx.GraphModule, state: TrainState, example: Sequence[Tensor]) -> None:

@@ -43,4 +43,10 @@ class Backend(Protocol):
 
     def push(self) -> None: ...
 
+    def random_state(self) -> Tensor:
+        """Return where random numbers stand, for a checkpoint."""
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Go on from what `random_state` gave."""
+
     def go_on_from(self, before: Any) -> None: ...

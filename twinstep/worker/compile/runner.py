@@ -415,6 +415,14 @@ class StepCompiler:
         if self._lifted is not None:
             self._lifted.backend.push()
 
+    def random_state(self) -> Tensor:
+        """Return where random numbers (dropout) stand, for a checkpoint: torch's generator, or XLA's key."""
+        return torch.get_rng_state() if self._lifted is None else self._lifted.backend.random_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Go on from what `random_state` gave, of the same backend."""
+        torch.set_rng_state(state) if self._lifted is None else self._lifted.backend.set_random_state(state)
+
     def _lift_again_where_outdated(self) -> Lifted:
         """Return the lifted state, found anew after a parameter was frozen or a parameter group added.
 

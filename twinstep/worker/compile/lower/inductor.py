@@ -131,6 +131,14 @@ class InductorBackend:
     def push(self) -> None:
         """Do nothing: the live tensors are the state."""
 
+    def random_state(self) -> Tensor:
+        """Return the state of torch's own generator: programs draw from it."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Set the state of torch's own generator."""
+        torch.set_rng_state(state)
+
     def go_on_from(self, before: InductorBackend) -> None:
         """Do nothing: the live tensors are the state, and random numbers are torch's own."""
 

@@ -162,6 +162,14 @@ class XlaBackend:
         self.arrays = self.layout.put(map(_to_jax, self._live.tensors()), self.layout.state)
         self._note()
 
+    def random_state(self) -> Tensor:
+        """Return the random key's two numbers, int64 [2]."""
+        return torch.from_numpy(np.asarray(jax.random.key_data(self.key)).astype(np.int64))
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Set the random key."""
+        self.key = self.layout.everywhere(jax.random.wrap_key_data(jnp.asarray(state.numpy().astype(np.uint32))))
+
     def go_on_from(self, before: XlaBackend) -> None:
         """Take over the random key of the backend that held the state before, or its numbers would come again."""
         self.key = before.key
