@@ -1,7 +1,7 @@
 """The table of commands, and the one place where an error becomes words and an exit code.
 
 Commands live in `here.py` (this machine: up, train, validate, schema), `parity.py` (compare the backends here),
-`jobs.py` (ask the control plane) and `cluster.py` (topologies, render).
+`explain.py` (what the compiler does), `jobs.py` (ask the control plane) and `cluster.py` (topologies, render).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from twinstep.cli import cluster, here, jobs, parity
+from twinstep.cli import cluster, explain, here, jobs, parity
 from twinstep.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_code, report_error
 from twinstep.spec.errors import TwinstepError
 
@@ -60,6 +60,7 @@ here.register(app)
 jobs.register(app)
 cluster.register(app)
 parity.register(app)
+explain.register(app)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -4,10 +4,11 @@ In the order a step takes: `state.py` prepare, `capture.py` capture, `passes.py`
 lower, `runner.py` run and commit; `key.py` decides when to compile again. Nothing here knows a model.
 """
 
+from twinstep.worker.compile.entry import compile
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
 from twinstep.worker.compile.key import CompileKey
 from twinstep.worker.compile.parity import ParityReport, parity
-from twinstep.worker.compile.runner import Runner, StepCompiler, compile
+from twinstep.worker.compile.runner import Runner, StepCompiler
 
 __all__ = [
     "CompileEvent",

@@ -43,6 +43,10 @@ class Section:
             lines.append(("  " + "  ".join(cells)).rstrip())
         return "\n".join(lines)
 
+    def as_rows(self) -> list[dict[str, str]]:
+        """Return the rows by column, for JSON."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -76,10 +80,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the sections as lists of rows by column, for JSON."""
-        return {
-            section.title: [dict(zip(section.columns, row, strict=True)) for row in section.rows]
-            for section in self.sections
-        }
+        return {section.title: section.as_rows() for section in self.sections}
 
 
 def explain(captured: Captured, annotations: Annotations, facts: Mapping[str, str]) -> Explanation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -30,8 +31,8 @@ class Inspectable:
     """The part of a Runner that shows what it runs."""
 
     key: CompileKey
-    seconds: float
-    """What it took to make the program."""
+    seconds: float | None
+    """What it took to make the program; None where none was made."""
     _spread: Spread
     _capture_again: Capture
 
@@ -58,8 +59,9 @@ class Inspectable:
 
     def _facts(self) -> dict[str, str]:
         sizes = " ".join(f"{name}={size}" for name, size in self.key.sizes)
-        facts = {"backend": self.key.backend, "key": self.key.digest, "compiled in": f"{self.seconds:.1f} s"}
-        return {**facts, "sizes": sizes} if sizes else facts
+        took = None if self.seconds is None else f"{self.seconds:.1f} s"
+        facts = {"backend": self.key.backend, "key": self.key.digest, "compiled in": took, "sizes": sizes}
+        return {name: value for name, value in facts.items() if value}
 
     def graph(self, stage: GraphStage) -> str:
         """Return the step as text: `captured` before the passes (captured anew for it), `transformed`, or `lowered`.
@@ -89,3 +91,27 @@ class Inspectable:
             raise CompileError(
                 f"the picture cannot be written to {path}: {error.strerror}", remedy="give another path"
             ) from error
+
+
+class Look(Inspectable):
+    """A step that was captured to be looked at; it is lowered only where its program's text is asked for."""
+
+    seconds = None
+
+    def __init__(
+        self, key: CompileKey, captured: Captured, spread: Spread, capture_again: Capture, lower: Callable[[], str]
+    ) -> None:
+        self.key = key
+        self._captured = captured
+        self._spread = spread
+        self._capture_again = capture_again
+        self._lower = lower
+
+    @property
+    def captured(self) -> Captured:
+        """The step's graph."""
+        return self._captured
+
+    def program_text(self) -> str:
+        """Lower the step, and return the program's text."""
+        return self._lower()

@@ -24,7 +24,7 @@ from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
 from twinstep.worker.compile.inputs import check_device, check_finite, device_of, is_plain
-from twinstep.worker.compile.inspection import Capture, Inspectable
+from twinstep.worker.compile.inspection import Capture, Inspectable, Look
 from twinstep.worker.compile.interrupt import uninterrupted
 from twinstep.worker.compile.kept import Kept, pack, unpack
 from twinstep.worker.compile.key import (
@@ -37,6 +37,7 @@ from twinstep.worker.compile.key import (
 )
 from twinstep.worker.compile.lifted import BackendName, Lifted
 from twinstep.worker.compile.lookups import explain
+from twinstep.worker.compile.passes.communication import ranks
 from twinstep.worker.compile.placement import Mesh
 from twinstep.worker.compile.program import Program
 from twinstep.worker.compile.stamp import Stamp
@@ -44,7 +45,7 @@ from twinstep.worker.compile.standing import batch_info, reach, standing
 from twinstep.worker.compile.state import Optimizers, TrainState
 from twinstep.worker.compile.store import MAX_BYTES, ProgramStore
 from twinstep.worker.compile.storm import MAX_COMPILES, WINDOW, StormWatch
-from twinstep.worker.compile.strategies import Strategy, resolve
+from twinstep.worker.compile.strategies import Communication, Strategy, resolve
 
 MAX_RUNNERS = 8  # programs kept in memory; an executable and its workspace are tens of MB
 
@@ -217,14 +218,16 @@ class StepCompiler:
         self._step = train_step
         self._model = model
         self._optimizer = optimizer
+        self._strategies = resolve(strategies)
         self._spread = Spread(mesh=None if mesh is None else Mesh.of(mesh), batch_dims=batch_dims)
         self._devices = devices if self._spread.mesh is None else self._spread.mesh.size
+        if Communication.name in self._strategies:
+            self._devices = ranks(backend)
         if self._spread.mesh is not None and backend != "xla":
             raise CompileError(
                 f"the {backend} backend takes no mesh",
                 remedy="use the xla backend, or Communication() over a process group, one process a device",
             )
-        self._strategies = resolve(strategies)
         self._on_start = on_start
         self._on_event = on_event
         self._on_warning = on_warning
@@ -386,6 +389,24 @@ class StepCompiler:
 
         return again
 
+    def look(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Look:
+        """Return the step captured for batches like `batch`, to be looked at; it is lowered only if that is asked for.
+
+        Raises:
+            CompileError: the step cannot be captured.
+        """
+        lifted = self._lift_again_where_outdated()
+        key = self.key(batch, sizes=sizes)
+        self._spread.check({path: shape for path, shape, _ in key.batch})
+        again = self._capture_like(batch, lifted)
+        return Look(
+            key,
+            self._capture(batch, lifted),
+            self._spread,
+            again,
+            lambda: self.runner(batch, sizes=sizes).program_text(),
+        )
+
     def key(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> CompileKey:
         """Return the CompileKey of a step on `batch` as model and optimizers stand now."""
         state = self._need_lifted().state
@@ -467,38 +488,6 @@ class StepCompiler:
     def _cache_unusable(self, problem: str) -> None:
         if self._on_warning:
             self._on_warning(CompileWarning(name="cache_unusable", text=f"{problem}; steps are compiled without it"))
-
-
-def compile(
-    train_step: TrainStep,
-    model: nn.Module,
-    optimizer: Optimizers,
-    example_batch: Any,
-    *,
-    target: Literal["inductor", "xla"] = "inductor",
-    strategies: Sequence[Strategy | str] | None = None,
-    mesh: Mesh | Mapping[str, int] | None = None,
-    batch_dims: Mapping[str, int] | None = None,
-    cache_dir: Path | None = None,
-) -> Runner:
-    """Compile the whole training step (forward, backward, update) for batches like `example_batch`.
-
-    `strategies`, `mesh` and `batch_dims` are StepCompiler's.
-
-    Raises:
-        CompileError: the step cannot be captured or lowered; model and optimizer are as they were.
-    """
-    compiler = StepCompiler(
-        train_step,
-        model,
-        optimizer,
-        backend=target,
-        strategies=strategies,
-        mesh=mesh,
-        batch_dims=batch_dims,
-        cache_dir=cache_dir,
-    )
-    return compiler.runner(example_batch)
 
 
 _STACK = {"inductor": ("torch",), "xla": ("torch", "torchax", "jax", "jaxlib"), "eager": ("torch",)}

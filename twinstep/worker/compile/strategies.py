@@ -96,7 +96,11 @@ class Quantize(Strategy):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communication(Strategy):
-    """Gradients are averaged over the ranks of a process group, in buckets, each sent as soon as it is whole."""
+    """Gradients are averaged over the ranks of a process group, in buckets, each sent as soon as it is whole.
+
+    A table's gradient goes as ids and rows where that moves fewer bytes. Losses (outputs of one element) are averaged
+    too; other outputs and batch statistics stay each rank's own.
+    """
 
     name: ClassVar[str] = "communication"
     bucket_bytes: int = 25 << 20

@@ -16,7 +16,7 @@ from twinstep.spec.job import JobSpec
 from twinstep.spec.report import BaselineScore, RunSummary
 from twinstep.worker.compile import CompileEvent, CompileWarning, Runner, StepCompiler
 from twinstep.worker.data.baselines import baseline_aucs
-from twinstep.worker.data.batch import Batch, BatchStats
+from twinstep.worker.data.batch import BATCH_DIMS, Batch, BatchStats
 from twinstep.worker.data.datasets import load_dataset
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.prefetch import Prefetch
@@ -64,6 +64,7 @@ class Trainer:
             self._model,
             self._optimizers,
             backend=spec.compile.backend,
+            batch_dims=BATCH_DIMS,
             cache_dir=cache_directory(spec),
             check_finite=spec.debug.stop_on_nonfinite,
             on_start=self._compiling,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from twinstep.worker.compile.passes.communication import average_gradients
 from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.copies import drop_copies, drop_dead, drop_writes
 from twinstep.worker.compile.passes.fused_attention import NAME as FUSED_ATTENTION
@@ -18,7 +19,7 @@ from twinstep.worker.compile.passes.scalars import drop_profiler_nodes, split_al
 from twinstep.worker.compile.passes.sparse_embedding import sparse_embedding
 from twinstep.worker.compile.passes.sums import split_tall_sums
 from twinstep.worker.compile.passes.verify import Before, check
-from twinstep.worker.compile.strategies import SparseEmbedding
+from twinstep.worker.compile.strategies import Communication, SparseEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,14 @@ FIRST_TRACE_PASSES = (
 PASSES = (
     Pass("drop_writes", drop_writes, keeps_bits=True, why="decomposed batch norm writes to its running statistics"),
     Pass("drop_copies", drop_copies, keeps_bits=True, why="Inductor would drop some after it looked at aliases"),
+    Pass(
+        "communication",
+        average_gradients,
+        keeps_bits=False,
+        why="ranks of a process group train one model",
+        strategy=Communication.name,
+        backends=("inductor",),
+    ),
     Pass("quantize", round_parameters, keeps_bits=False, why="reads of a rounded parameter", strategy="quantize"),
     Pass(
         "mixed_precision",
