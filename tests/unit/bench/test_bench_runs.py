@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import attention, quality, recompile, step
+from bench import attention, quality, recompile, sparse, step, table_size
 from bench.measure import as_line
 from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
@@ -183,3 +183,36 @@ def test_attentions_row_lengths_are_uneven_and_one_fills_its_row() -> None:
     assert max(lengths) == attention.FULL.longest - attention.FULL.num_targets
     assert min(lengths) >= 1
     assert sum(lengths) < len(lengths) * max(lengths) / 2
+
+
+@pytest.mark.bench
+def test_sparse_times_eager_both_ways_and_finds_the_same_losses() -> None:
+    spec = {**TINY, "data": {**TINY["data"], "rows": {"item_id": 5_000}}, "optimizers": {
+        "dense": {"kind": "sgd"}, "sparse": {"kind": "adagrad"}}}  # fmt: skip
+    size = sparse.Size(spec=spec, variants=("eager", "eager_sparse"), runs=2, steps=1, warmup=1)
+    found = sparse.run(size, say=lambda text: None)
+    check(found)
+    assert found["equal"] is True
+    assert found["ms_spread"]["eager_sparse"]["n"] == 2
+    assert "eager_sparse" in shown(sparse.table(found))
+
+
+class TableSizes(Answers):
+    """A step that takes 0.3 s and 50 MiB beyond its state with the large table, 0.2 s and 40 MiB with the small."""
+
+    def __init__(self, factory: str, arguments: dict[str, Any], **_: Any) -> None:
+        large = arguments["spec"]["rows"] > 1
+        self._answers = {
+            "first": 0.1,
+            "steps": {"seconds": 0.3 if large else 0.2, "loss": 1.0},
+            "memory": {"held": 900.0 if large else 100.0, "steps": 950.0 if large else 140.0},
+        }
+
+
+def test_table_size_sets_the_large_table_over_the_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "Child", TableSizes)
+    size = table_size.Size(specs={"small": {"rows": 1}, "large": {"rows": 2}}, backends=("xla",), runs=7)
+    found = table_size.run(size, say=lambda text: None)
+    check(found)
+    assert found["ratios"] == {"xla_time": 1.5, "xla_memory": 1.25}
+    assert "xla large" in shown(table_size.table(found))
