@@ -21,7 +21,7 @@ from twinstep.worker.compile.strategies import SparseEmbedding, resolve
 from twinstep.worker.embedding.optim import RowWiseAdagrad
 from twinstep.worker.ops.rows import sum_rows, unique_rows, write_rows
 
-ROWS, DIM = 211, 6
+ROWS, DIM = 431, 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1),
@@ -54,7 +54,7 @@ def make(model: nn.Module, kind: str) -> Optimizers:
     flat = [each for each in tables if each.dim() == 1]
     made = {
         "sparse": OPTIMIZERS[kind]([each for each in tables if each.dim() == 2]),
-        "dense": torch.optim.Adam([each for each in model.parameters() if each.shape[0] != ROWS], lr=1e-2),
+        "dense": torch.optim.SGD([each for each in model.parameters() if each.shape[0] != ROWS], lr=1e-2),
     }
     if flat:
         made["flat"] = torch.optim.Adagrad(flat, lr=0.1)

@@ -26,8 +26,9 @@ class SparseEmbedding(Strategy):
     """Tables get row gradients and row updates wherever that gives the optimizer's own numbers; never rows × dim."""
 
     name: ClassVar[str] = "sparse_embedding"
-    min_rows_per_id: float = 1.0
-    """A table with fewer rows for each id of a batch stays dense: to find out which rows are used would cost more."""
+    min_rows_per_id: float = 4.0
+    """A table with fewer rows for each id of a batch stays dense: to find out which rows are used costs more there.
+    Measured on a CPU with 4,352 ids and 64 columns, row-wise Adagrad: even at some 5 rows an id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
