@@ -1,7 +1,8 @@
 """`step`: one train step of DLRMv3, four ways: eager, torch.compile, and our compiler on Inductor and on XLA.
 
 The sides take turns, each in a process of its own (`variants.py`), over the same batches from the same weights; they
-must come to the same losses, or the comparison is void.
+must come to the same losses, or the comparison is void. Eager and torch.compile run the model as plain PyTorch, padded
+dense attention and all; what the compiler puts in its place is part of what is measured.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from twinstep.worker.compile.passes.copies import drop_copies, drop_dead, drop_w
 from twinstep.worker.compile.passes.fused_attention import NAME as FUSED_ATTENTION
 from twinstep.worker.compile.passes.fused_attention import note_attention
 from twinstep.worker.compile.passes.mixed_precision import narrow_products
+from twinstep.worker.compile.passes.products import tall_products
 from twinstep.worker.compile.passes.quantize import round_parameters
 from twinstep.worker.compile.passes.rematerialise import rematerialise
 from twinstep.worker.compile.passes.scalars import drop_profiler_nodes, split_alpha, unread_scalars
@@ -83,6 +84,13 @@ PASSES = (
         split_tall_sums,
         keeps_bits=False,
         why="sums over all tokens wait for memory at every row",
+        backends=("inductor",),
+    ),
+    Pass(
+        "tall_products",
+        tall_products,
+        keeps_bits=False,
+        why="oneDNN has wider instructions than MKL for other makers' processors",
         backends=("inductor",),
     ),
     Pass(
