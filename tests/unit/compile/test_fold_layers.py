@@ -63,12 +63,18 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(6, WIDTH, generator=generator), "mask": torch.ones(6, 1)}
 
 
-def fold(model: nn.Module) -> tuple[Captured, fx.GraphModule]:
+def fold(model: nn.Module, *, min_nodes: int = 4) -> tuple[Captured, fx.GraphModule]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TrainState(model, optimizer)
     decompositions = InductorBackend(state, cache_dir=None).decompositions()
     captured = capture(
-        step, state, optimizer, batch(), decompositions, backend="inductor", strategies=resolve(["fold_layers"])
+        step,
+        state,
+        optimizer,
+        batch(),
+        decompositions,
+        backend="inductor",
+        strategies=resolve([FoldLayers(min_nodes=min_nodes)]),
     )
     return captured, folded(captured, "inductor")
 
@@ -164,6 +170,11 @@ def test_layers_that_read_two_layers_back_are_left_alone_with_a_reason() -> None
 
     captured, graph = fold(Dense())
     assert_equal(captured, graph)
+
+
+def test_a_run_too_short_to_be_worth_its_calls_is_left_alone() -> None:
+    _, graph = fold(Stack([Block() for _ in range(3)]), min_nodes=200)
+    assert loops(graph) == []
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -52,6 +52,8 @@ class FoldLayers(Strategy):
     name: ClassVar[str] = "fold_layers"
     min_repeats: int = 2
     """Fewest equal layers that are folded."""
+    min_nodes: int = 24
+    """Fewest nodes of the graph that folding a run must leave out: calls of a small region cost more than they save."""
     targets: tuple[str, ...] = ("inductor", "gpu", "tpu")
     """Where: inductor, or XLA's platform. XLA compiles a layer for the CPU sooner than it does a loop over layers, and
     runs the loop slower."""

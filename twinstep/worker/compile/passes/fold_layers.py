@@ -80,7 +80,8 @@ def fold_layers(graph: fx.GraphModule, strategy: FoldLayers) -> dict[str, Any]:
     _give_own_views(graph.graph)
     folded: list[dict[str, Any]] = []
     refused: dict[fx.Node, str] = {}
-    while (region := find_region(graph.graph, HEAVY, min_repeats=strategy.min_repeats, refused=refused)) is not None:
+    fewest = {"min_repeats": strategy.min_repeats, "min_nodes": strategy.min_nodes}
+    while (region := find_region(graph.graph, HEAVY, **fewest, refused=refused)) is not None:
         number = len(folded)
         _replace(graph, region, f"repeated_{number}")
         folded.append(

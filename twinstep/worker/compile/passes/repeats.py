@@ -55,7 +55,7 @@ def layout(value: Any) -> Any:
 
 
 def find_region(
-    graph: fx.Graph, heavy: frozenset[Any], *, min_repeats: int, refused: dict[fx.Node, str]
+    graph: fx.Graph, heavy: frozenset[Any], *, min_repeats: int, min_nodes: int, refused: dict[fx.Node, str]
 ) -> Region | None:
     """Return the run that saves most nodes, of those that hold an op of `heavy` and can be proven; None: there is none.
 
@@ -63,6 +63,7 @@ def find_region(
         graph: nodes carry `meta["val"]`.
         heavy: packets of ops (matrix products) without one of which a region is not worth a call.
         min_repeats: fewest repeats.
+        min_nodes: fewest nodes that a run must save.
         refused: filled with why a run was not taken, by its first node.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -72,6 +73,8 @@ def find_region(
     tokens = _tokens(nodes)
     widths = _carried_bytes(nodes, index)
     for start, period, stop in _runs(tokens, min_repeats):
+        if ((stop - start) // period - 1) * period < min_nodes:
+            return None  # those that follow save less
         window = nodes[start : start + period]
         if not any(getattr(node.target, "overloadpacket", None) in heavy or _is_own(node) for node in window):
             continue
@@ -79,7 +82,7 @@ def find_region(
         for begin, count in _attempts(start, period, stop, min_repeats, widths):
             windows = [nodes[at : at + period] for at in range(begin, begin + count * period, period)]
             region, why = _prove(windows)
-            if region is not None:
+            if region is not None and (region.count - 1) * region.length >= min_nodes:
                 return region
         refused[window[0]] = why
     return None
