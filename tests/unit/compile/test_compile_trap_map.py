@@ -84,6 +84,7 @@ TRAPS: dict[str, tuple[str, ...]] = {
     "a tensor outside the model that the step writes to": ("test_a_write_to_a_tensor_outside_the_model_is_refused",),
     "tensors that the step closes over": ("test_a_tensor_that_the_step_closes_over_is_an_input",),
     # Lowering.
+    "ops that torchax lacks": ("test_ops_that_torchax_lacks_follow_eager_forward_and_backward",),
     "ops of torchax that are wrong": ("test_ops_whose_lowering_is_wrong_are_refused",),
     "a factor beside a matrix product that Inductor forgets": (
         "test_weight_decay_beside_a_matrix_product_keeps_its_factor",

@@ -1,0 +1,72 @@
+"""Ops that torchax lacks, forward and backward, against eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twinstep.spec.errors import CompileError
+from twinstep.worker.compile import StepCompiler
+
+
+def image(x: Tensor) -> Tensor:
+    return x.reshape(2, 2, 4, 4)
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.reshape(1, 2, 4, 8)
+
+
+KERNEL = torch.linspace(-0.3, 0.4, 54).reshape(3, 2, 3, 3)
+BIAS = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
+
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu, selu, softshrink": lambda x: F.elu(x, 0.7) + F.selu(x) + F.softshrink(x, 0.3),
+    "logcumsumexp": lambda x: x.logcumsumexp(-1),
+    "searchsorted": lambda x: x * torch.searchsorted(torch.arange(4.0) - 2, x.detach(), right=True),
+    "conv2d": lambda x: F.conv2d(image(x), KERNEL, torch.ones(3), stride=2, padding=1, dilation=1),
+    "conv2d in groups": lambda x: F.conv2d(image(x), KERNEL[:2, :1], groups=2, dilation=(1, 1)),
+    "conv1d": lambda x: F.conv1d(x.reshape(2, 4, 8), torch.linspace(-1, 1, 24).reshape(2, 4, 3), dilation=2),
+    "avg_pool2d": lambda x: F.avg_pool2d(image(x), 3, stride=2, padding=1, count_include_pad=False),
+    "avg_pool2d, padded": lambda x: F.avg_pool2d(image(x), (2, 3), padding=(1, 1)),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(image(x), (3, 2)),
+    "nearest": lambda x: F.interpolate(image(x), size=(7, 3)),
+    "nearest by a factor": lambda x: F.interpolate(image(x), scale_factor=1.7),
+    "bilinear": lambda x: F.interpolate(image(x), size=(7, 3), mode="bilinear", align_corners=False),
+    "bilinear by corners": lambda x: F.interpolate(image(x), scale_factor=2, mode="bilinear", align_corners=True),
+    "attention": lambda x: F.scaled_dot_product_attention(heads(x), heads(x).flip(2), heads(x), is_causal=True),
+    "attention with a bias": lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), attn_mask=BIAS),
+}
+
+
+def run(backend: Any, op: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(4, 16))
+
+    def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        out = op(model.weight * x)
+        loss = (out * torch.linspace(0.1, 1.0, out.numel()).reshape(out.shape)).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compiler = StepCompiler(step, model, torch.optim.SGD(model.parameters(), lr=0.1), backend=backend)
+    loss = float(compiler(torch.full((4, 16), 1.5)))
+    return loss, model.state_dict()["weight"].clone()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_that_torchax_lacks_follow_eager_forward_and_backward(name: str) -> None:
+    torch.testing.assert_close(run("xla", OPS[name]), run("eager", OPS[name]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_case_that_is_not_written_is_refused() -> None:
+    with pytest.raises(CompileError, match="ceil_mode"):
+        run("xla", lambda x: F.avg_pool2d(image(x), 3, stride=2, ceil_mode=True))
