@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 import twinstep
 from twinstep.spec.errors import CaptureError, CompileError, DataError
-from twinstep.worker.compile import CompileEvent, CompileKey, StepCompiler
+from twinstep.worker.compile import CompileEvent, CompileKey, CompileWarning, StepCompiler
 from twinstep.worker.compile.key import reason
+from twinstep.worker.compile.stamp import Stamp
+from twinstep.worker.compile.standing import reach
+from twinstep.worker.compile.storm import StormWatch
 
 
 def step(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -270,3 +273,116 @@ def test_a_shape_that_depends_on_data_is_refused_with_the_users_line(train_step:
     with pytest.raises(CaptureError, match="shape depends") as caught:
         compiled(batch(2))
     assert line in caught.value.problem
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_going_back_to_an_earlier_hyperparameter_compiles_nothing(kind: str) -> None:
+    events: list[CompileEvent] = []
+    finals = []
+    for backend in ("xla", "eager"):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+        compiled = StepCompiler(step, model, optimizer, backend=backend, on_event=events.append)  # type: ignore[arg-type]
+        for decay in (0.0, 0.5, 0.0, 0.5):
+            optimizer.param_groups[0]["weight_decay"] = decay
+            compiled(batch(2))
+        compiled.pull()
+        finals.append(model.weight.detach().clone())
+    assert len(events) == 2
+    torch.testing.assert_close(finals[0], finals[1])
+
+
+def test_a_storm_of_compiles_is_told_once_with_what_keeps_changing() -> None:
+    told: list[CompileWarning] = []
+    events: list[CompileEvent] = []
+    _, _, compiled = compiler(events, on_warning=told.append, storm=(2, 10))
+    for rows in range(1, 7):
+        compiled(batch(rows), sizes={"batch_size": rows, "uih_len": 4})
+    assert len(events) == 6
+    (storm,) = told
+    assert storm.name == "recompile_storm"
+    assert storm.data == {"field": "batch_size", "compiles": 3, "steps": 3}
+    assert "compiled 3 times in 3 steps" in storm.text
+    assert "bucket" in storm.text
+
+
+def test_compiles_that_are_far_apart_are_no_storm() -> None:
+    _, _, compiled = compiler([])
+    key = compiled.key(batch(2), sizes={"batch_size": 2})
+    other = dataclasses.replace(key, sizes=(("batch_size", 3),))
+    watch = StormWatch(max_compiles=2, window=10)
+    for _ in range(6):
+        assert watch.compiled(key, other) is None
+        for _ in range(5):
+            watch.step()
+    assert watch.compiled(None, key) is None
+    assert [watch.compiled(key, other) is None for _ in range(3)] == [True, False, True]  # and then it keeps quiet
+
+
+def grad_scaled(model: nn.Module, optimizer: Any, given: tuple[Tensor, Tensor]) -> Tensor:
+    return step(model, optimizer, given) * helper(given[1]).mean()
+
+
+def helper(y: Tensor, factor: float = 2.0) -> Tensor:
+    return y * factor * Settings.scale
+
+
+class Settings:
+    scale = 1.0
+
+
+def test_what_surrounds_a_step_is_in_its_key() -> None:
+    _, _, compiled = compiler([], grad_scaled)
+    digests = [compiled.key(batch(2)).digest]
+    changes: list[tuple[Any, Any]] = [
+        (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
+        (lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)),
+        (
+            lambda: torch.set_float32_matmul_precision("medium"),
+            lambda: torch.set_float32_matmul_precision("highest"),
+        ),
+        (lambda: setattr(Settings, "scale", 3.0), lambda: setattr(Settings, "scale", 1.0)),
+        (lambda: setattr(helper, "__defaults__", (3.0,)), lambda: setattr(helper, "__defaults__", (2.0,))),
+    ]
+    for change, undo in changes:
+        change()
+        try:
+            digests.append(compiled.key(batch(2)).digest)
+        finally:
+            undo()
+    assert len(set(digests)) == len(digests)
+    assert compiled.key(batch(2)).digest == digests[0]
+
+
+def test_the_stamp_sees_whatever_the_key_sees() -> None:
+    _, optimizer, compiled = compiler([], grad_scaled)
+    compiled(batch(2))
+
+    def fresh() -> bool:
+        stamp = compiled._stamp
+        return stamp is not None and stamp.fresh()
+
+    model: Any = compiled._model
+    group = optimizer.param_groups[0]
+    changes: dict[str, Any] = {
+        "mode": model.eval,
+        "attribute": lambda: setattr(model, "factor", 2.0),
+        "setting": lambda: group.update(eps=0.5),
+        "frozen": lambda: model.bias.requires_grad_(False),
+        "dtype": lambda: setattr(model.bias, "data", model.bias.data.double()),
+        "buffer": lambda: model.register_buffer("more", torch.ones(1)),
+        "state": lambda: optimizer.state[model.weight].update(exp_avg=torch.zeros(1, 3)),
+        "hook": lambda: model.register_forward_hook(lambda *_: None),
+        "class": lambda: setattr(Settings, "scale", 5.0),
+    }
+    try:
+        for name, change in changes.items():
+            compiled._stamp = Stamp(compiled.state, model, reach(grad_scaled, model, compiled.state))
+            assert fresh(), name
+            change()
+            assert not fresh(), name
+            if name == "dtype":
+                model.bias.data = model.bias.data.float()
+    finally:
+        Settings.scale = 1.0

@@ -265,6 +265,17 @@ def _trace_step(flat_step: _FlatStep, example: list[Tensor], context: PassContex
     return first
 
 
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    # torch.backends.mkldnn.flags sets TF32 as well, and warns where there is none.
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def _first_trace(flat_step: _FlatStep, example: list[Tensor]) -> fx.GraphModule:
     # _is_compiling_flag makes Adam accept capturable=True on CPU and keep its step count a tensor; it is private, so
     # the lock pins torch and tests hold every supported optimizer against eager.
@@ -275,7 +286,7 @@ def _first_trace(flat_step: _FlatStep, example: list[Tensor]) -> fx.GraphModule:
             torch.compiler._non_strict_tracing_context(),
             torch.autograd.set_multithreading_enabled(False),
             fx_traceback.preserve_node_meta(),
-            torch.backends.mkldnn.flags(enabled=False),  # an LSTM as ops that can be lowered, not as oneDNN's one
+            _without_onednn(),  # an LSTM as ops that can be lowered, not as oneDNN's one
             Stages(flat_step.state.model, flat_step.state.optimizers),
         ):
             return make_fx(flat_step, tracing_mode="fake", _allow_non_fake_inputs=True)(*example)

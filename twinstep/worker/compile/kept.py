@@ -12,7 +12,7 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from twinstep.worker.compile.capture import Captured, OutputTree
 from twinstep.worker.compile.lookups import Lookup, lookups
+from twinstep.worker.compile.program import Program
 
 BACKEND = "backend/"
 """Prefix of the parts that are the backend's."""
@@ -57,6 +58,17 @@ class Kept:
     def storable(self) -> bool:
         """Whether another process can find all constants: false for a tensor that the step found, and we did not."""
         return "" not in self.paths
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A program, where it came from, and what goes with it."""
+
+    program: Program
+    kept: Kept
+    cache: Literal["none", "disk", "backend"]
+    captured: Captured | None = None
+    capture_seconds: float = 0.0
 
 
 def pack(kept: Kept, backend_parts: Mapping[str, bytes]) -> dict[str, bytes] | None:

@@ -11,7 +11,6 @@ import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,7 +25,7 @@ from twinstep.worker.compile.events import CompileEvent, CompileWarning
 from twinstep.worker.compile.inputs import check_device, check_finite, device_of, is_plain
 from twinstep.worker.compile.inspection import Capture, Inspectable, Look
 from twinstep.worker.compile.interrupt import uninterrupted
-from twinstep.worker.compile.kept import Kept, pack, unpack
+from twinstep.worker.compile.kept import Kept, Made, pack, unpack
 from twinstep.worker.compile.key import (
     CompileKey,
     cpu_threads,
@@ -39,7 +38,6 @@ from twinstep.worker.compile.lifted import BackendName, Lifted
 from twinstep.worker.compile.lookups import explain
 from twinstep.worker.compile.passes.communication import ranks
 from twinstep.worker.compile.placement import Mesh
-from twinstep.worker.compile.program import Program
 from twinstep.worker.compile.stamp import Stamp
 from twinstep.worker.compile.standing import batch_info, reach, standing
 from twinstep.worker.compile.state import Optimizers, TrainState
@@ -59,7 +57,7 @@ class Runner(Inspectable):
 
     def __init__(
         self,
-        made: _Made,
+        made: Made,
         lifted: Lifted,
         model: nn.Module,
         key: CompileKey,
@@ -328,7 +326,7 @@ class StepCompiler:
             self._on_warning(CompileWarning(name="recompile_storm", text=storm.text, data=data))
         return runner
 
-    def _obtain(self, key: CompileKey, batch: Any, lifted: Lifted) -> _Made:
+    def _obtain(self, key: CompileKey, batch: Any, lifted: Lifted) -> Made:
         """Return a program from disk, or one compiled now and put there; one process at a time compiles a key."""
         if self._store is None:
             return self._compile(batch, lifted)
@@ -345,7 +343,7 @@ class StepCompiler:
                     self._store.put(key.text, entry)
         return made
 
-    def _from_disk(self, store: ProgramStore, key: CompileKey, lifted: Lifted) -> _Made | None:
+    def _from_disk(self, store: ProgramStore, key: CompileKey, lifted: Lifted) -> Made | None:
         parts = store.get(key.text)
         if parts is None:
             return None
@@ -354,18 +352,18 @@ class StepCompiler:
             if found is None:
                 return None
             kept, backend_parts = found
-            return _Made(lifted.backend.load(backend_parts, kept.constants), kept, "disk")
+            return Made(lifted.backend.load(backend_parts, kept.constants), kept, "disk")
         except Exception:  # whatever unpickling, a linker or XLA may raise: the entry is for another machine or version
             store.drop(key.text)
             return None
 
-    def _compile(self, batch: Any, lifted: Lifted) -> _Made:
+    def _compile(self, batch: Any, lifted: Lifted) -> Made:
         started = time.perf_counter()
         captured = self._capture(batch, lifted)
         seconds = time.perf_counter() - started
         program = lifted.backend.lower(captured)
         kept = Kept.of(captured, self._reach.tensors)
-        return _Made(program, kept, "backend" if program.from_cache else "none", captured, seconds)
+        return Made(program, kept, "backend" if program.from_cache else "none", captured, seconds)
 
     def _capture(self, batch: Any, lifted: Lifted, without: frozenset[str] = frozenset()) -> Captured:
         return capture(
@@ -447,9 +445,12 @@ class StepCompiler:
     def _lift_again_where_outdated(self) -> Lifted:
         """Return the lifted state, found anew after a parameter was frozen or a parameter group added.
 
-        Programs made for the old slots go.
+        Programs made for the old slots go; those for other hyperparameters of the same slots stay.
         """
         lifted = self._need_lifted()
+        if not lifted.state.outdated() and lifted.state.settings_changed():
+            lifted.backend.pull()  # making state writes to parameters, what they hold now
+            lifted.state.make_missing()
         if lifted.state.outdated():
             lifted.backend.pull()
             self._runners.clear()
@@ -491,14 +492,3 @@ class StepCompiler:
 
 
 _STACK = {"inductor": ("torch",), "xla": ("torch", "torchax", "jax", "jaxlib"), "eager": ("torch",)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A program, where it came from, and what goes with it."""
-
-    program: Program
-    kept: Kept
-    cache: Literal["none", "disk", "backend"]
-    captured: Captured | None = None
-    capture_seconds: float = 0.0

@@ -69,6 +69,7 @@ class TrainState:
         self.slots = tuple(self._find_slots())
         self._check_apart()
         self._structure = self._find_structure()
+        self._made_for = self.hyperparameters()
 
     def _check_owned(self, key: str, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -111,15 +112,28 @@ class TrainState:
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
-        return parameters, buffers, entries, groups, self.hyperparameters()
+        return parameters, buffers, entries, groups
 
     def outdated(self) -> bool:
         """Say whether model or optimizers hold other tensors than when the slots were found.
 
-        So after a parameter was frozen or replaced, a parameter group added, an optimizer's state cleared, or a setting
-        changed that wants state there was none of (momentum).
+        So after a parameter was frozen or replaced, a parameter group added, or an optimizer's state cleared.
         """
         return self._find_structure() != self._structure
+
+    def settings_changed(self) -> bool:
+        """Say whether hyperparameters are others than when state was last made for them."""
+        return self.hyperparameters() != self._made_for
+
+    def make_missing(self) -> None:
+        """Make state that a changed setting wants and there was none of (momentum); `outdated` then says so.
+
+        Raises:
+            CompileError: as when the state was found first.
+        """
+        for key, each in self.optimizers.items():
+            materialise(key, each)
+        self._made_for = self.hyperparameters()
 
     def _find_slots(self) -> Iterator[Slot]:
         for name in self._parameters:
