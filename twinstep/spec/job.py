@@ -201,7 +201,7 @@ class DebugSpec(Spec):
     """Switches for looking closer."""
 
     stop_on_nonfinite: StrictBool = True
-    """Fail the run when a loss is NaN or infinite, naming the step."""
+    """Fail the run when a number of a batch, or a loss, is NaN or infinite, naming the field or the step."""
     save_graph: StrictBool = False
     """Write the captured graph as text beside the run's files."""
 
