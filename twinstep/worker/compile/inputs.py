@@ -14,6 +14,16 @@ from torch.optim import Optimizer
 from twinstep.spec.errors import CompileError, DataError
 
 
+def check_backend(backend: str, known: Sequence[str]) -> None:
+    """Check the name of a backend.
+
+    Raises:
+        CompileError: it is none of `known`.
+    """
+    if backend not in known:
+        raise CompileError(f"no backend is called {backend!r}", remedy=f"use {', '.join(known)}")
+
+
 def check_pieces(model: Any, optimizer: Any, backend: str) -> None:
     """Check model and optimizer before either is looked into.
 
@@ -90,16 +100,18 @@ def check_leaf(name: str, leaf: Tensor) -> None:
         )
 
 
-def check_device(name: str, leaf: Tensor, device: torch.device) -> None:
-    """Check that a batch's tensor is where the state is.
+def check_devices(batch: Any, device: torch.device) -> None:
+    """Check that a batch's tensors are where the state is.
 
     Raises:
-        CompileError: it is not.
+        CompileError: one is not.
     """
-    if leaf.device != device:
-        raise CompileError(
-            f"batch leaf {name} is on {leaf.device}, the model on {device}", remedy=f"batch.to({str(device)!r})"
-        )
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.device != device:
+            raise CompileError(
+                f"batch leaf {_name(path)} is on {leaf.device}, the model on {device}",
+                remedy=f"batch.to({str(device)!r})",
+            )
 
 
 def check_finite(batch: Any) -> None:
@@ -112,11 +124,14 @@ def check_finite(batch: Any) -> None:
     for path, leaf in with_paths:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
             at = (~torch.isfinite(leaf)).nonzero()[0].tolist()
-            name = pytree.keystr(path).lstrip(".") or "batch"
             raise DataError(
-                f"batch leaf {name} holds {leaf[tuple(at)].item()} at {at}; nothing was changed",
+                f"batch leaf {_name(path)} holds {leaf[tuple(at)].item()} at {at}; nothing was changed",
                 remedy="leave such rows out, or fill them and weigh them with 0",
             )
+
+
+def _name(path: Any) -> str:
+    return pytree.keystr(path).lstrip(".") or "batch"
 
 
 def _kind(value: Any) -> str:

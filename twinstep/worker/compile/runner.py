@@ -22,7 +22,7 @@ from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
-from twinstep.worker.compile.inputs import check_device, check_finite, device_of, is_plain
+from twinstep.worker.compile.inputs import check_backend, check_devices, check_finite, device_of, is_plain
 from twinstep.worker.compile.inspection import Capture, Inspectable, Look
 from twinstep.worker.compile.interrupt import uninterrupted
 from twinstep.worker.compile.kept import Kept, Made, pack, unpack
@@ -79,8 +79,7 @@ class Runner(Inspectable):
         self._batch_info = tuple((shape, getattr(torch, dtype)) for _, shape, dtype in key.batch)
         self._standing = standing(lifted.state, model)
         self._device = device_of(lifted.state.live())
-        self.check_finite = False
-        """Whether numbers of each batch are read first, and NaN and infinities refused."""
+        self.check_finite = False  # set by who made this
 
     @property
     def captured(self) -> Captured:
@@ -148,8 +147,7 @@ class Runner(Inspectable):
 
     def _refuse(self, batch: Any) -> None:
         leaves, paths, _ = batch_leaves(batch)
-        for path, leaf in zip(paths, leaves, strict=True):
-            check_device(path, leaf, self._device)
+        check_devices(batch, self._device)
         for path, leaf, (_, shape, dtype) in zip(paths, leaves, self.key.batch, strict=True):
             if tensor_info(path, leaf)[1:] != (shape, dtype):
                 raise CompileError(
@@ -211,8 +209,7 @@ class StepCompiler:
         max_runners: int = MAX_RUNNERS,
         storm: tuple[int, int] = (MAX_COMPILES, WINDOW),
     ) -> None:
-        if backend not in get_args(BackendName):
-            raise CompileError(f"no backend is called {backend!r}", remedy=f"use {', '.join(get_args(BackendName))}")
+        check_backend(backend, get_args(BackendName))
         self._step = train_step
         self._model = model
         self._optimizer = optimizer
@@ -293,8 +290,7 @@ class StepCompiler:
 
     def _new(self, key: CompileKey, batch: Any, lifted: Lifted) -> Runner:
         self._spread.check({path: shape for path, shape, _ in key.batch})
-        for leaf, path in zip(*batch_leaves(batch)[:2], strict=True):
-            check_device(path, leaf, device_of(lifted.state.live()))
+        check_devices(batch, device_of(lifted.state.live()))
         why = reason(self._last, key)
         if self._on_start:
             self._on_start(why)
