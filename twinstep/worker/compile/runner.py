@@ -2,7 +2,7 @@
 
 compiler = StepCompiler(train_step, model, optimizers, backend="inductor", on_event=print)
 outputs = compiler(batch)      # compiles at a key not seen before, then runs
-compiler.pull()                # before reading model.state_dict(): with XLA the state lives on the device
+compiler.pull()                # before reading parameters (state_dict() does so itself): with XLA they are elsewhere
 """
 
 from __future__ import annotations
