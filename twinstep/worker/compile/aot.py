@@ -91,7 +91,9 @@ def compile_ahead(
     leaves, _, _ = batch_leaves(example_batch)
     size = batch_size or _common_size(leaves)
     check_divides(size, target)
-    compiler = StepCompiler(train_step, model, optimizer, backend="xla", devices=target.devices, strategies=strategies)
+    compiler = StepCompiler(
+        train_step, model, optimizer, backend="xla", devices=target.devices, strategies=strategies, ahead=True
+    )
     started = time.perf_counter()
     state = compiler.state
     captured = capture(

@@ -24,8 +24,8 @@ def check_backend(backend: str, known: Sequence[str]) -> None:
         raise CompileError(f"no backend is called {backend!r}", remedy=f"use {', '.join(known)}")
 
 
-def check_pieces(model: Any, optimizer: Any, backend: str) -> None:
-    """Check model and optimizer before either is looked into.
+def check_pieces(model: Any, optimizer: Any, backend: str, *, values: bool = True) -> None:
+    """Check model and optimizer before either is looked into; without `values`, shapes on the meta device will do.
 
     Raises:
         CompileError: they are not what a step is made of, or hold parameters without shape or values.
@@ -46,7 +46,8 @@ def check_pieces(model: Any, optimizer: Any, backend: str) -> None:
             raise CompileError(
                 f"{name} has no shape yet", remedy="run the module on a batch once, before the optimizer is made"
             )
-    _check_devices(model, [each for each in optimizers.values() if each is not None], backend)
+    if values or not all(each.is_meta for each in model.parameters()):
+        _check_devices(model, [each for each in optimizers.values() if each is not None], backend)
 
 
 def _check_devices(model: nn.Module, optimizers: Sequence[Optimizer], backend: str) -> None:

@@ -39,9 +39,10 @@ class Lifted:
         cache_dir: Path | None,
         in_place: bool,
         spread: Spread,
+        values: bool = True,
     ) -> Lifted:
-        """Lift the state, for a backend by name."""
-        check_pieces(model, optimizer, name)
+        """Lift the state, for a backend by name; without `values` it may be on the meta device, and nothing can run."""
+        check_pieces(model, optimizer, name, values=values)
         let_go(model, as_mapping(optimizer).values())
         state = TrainState(model, optimizer)
         # Each backend's stack takes seconds to import, so only the one asked for is.

@@ -178,6 +178,7 @@ class StepCompiler:
         cache_dir: directory of the cache on disk; None: no cache.
         in_place: False writes no new state over old inside the program: slower, and without a cache on disk; for
             finding faults.
+        ahead: nothing will run here, so that the model may be on the meta device.
         check_finite: refuse a batch that holds NaN or an infinity (DataError, which names the leaf), at the cost of
             reading all its numbers before each step.
         cache_max_bytes: what programs on disk may take together.
@@ -201,6 +202,7 @@ class StepCompiler:
         batch_dims: Mapping[str, int] | None = None,
         cache_dir: Path | None = None,
         in_place: bool = True,
+        ahead: bool = False,
         check_finite: bool = False,
         cache_max_bytes: int = MAX_BYTES,
         on_start: Callable[[str], None] | None = None,
@@ -229,6 +231,7 @@ class StepCompiler:
         self._max_runners = max_runners
         self._cache_dir = cache_dir if in_place else None
         self._in_place = in_place
+        self._ahead = ahead
         self._check_finite = check_finite
         self._store: ProgramStore | None = None
         if cache_dir is not None and in_place:
@@ -463,6 +466,7 @@ class StepCompiler:
             cache_dir=self._cache_dir,
             in_place=self._in_place,
             spread=self._spread,
+            values=not self._ahead,
         )
 
     @property
