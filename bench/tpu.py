@@ -1,8 +1,9 @@
 """`tpu`: DLRMv3's whole train step compiled ahead of time for TPU slices by the real TPU compiler, on this machine.
 
-The full-size step for v5p:4x4x8: as captured, with no strategy of ours (naive), with the defaults, and with those but for
-folded layers; then smaller ones for other slices. Each compile is a process of its own and is done once: a compile takes minutes, and what
-is compared besides its seconds (memory, traffic, collectives) is the same every time. Nothing runs on a TPU.
+The full-size step for v5p:4x4x8: as captured, with no strategy of ours (naive), with the defaults, and with those but
+for folded layers; then smaller ones for other slices. Each compile is a process of its own and is done once: it takes
+minutes, and what is compared besides its seconds (memory, traffic, collectives) is the same every time. Nothing runs
+on a TPU.
 """
 
 from __future__ import annotations
