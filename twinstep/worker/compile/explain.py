@@ -93,6 +93,7 @@ def explain(captured: Captured, annotations: Annotations, facts: Mapping[str, st
         Section("step", ("what", "value"), tuple(facts.items())),
         _stages(captured, annotations),
         _passes(captured),
+        _partition(captured),
         _roles(annotations),
         _regions(annotations),
         _collectives(annotations),
@@ -117,17 +118,24 @@ def _stages(captured: Captured, annotations: Annotations) -> Section:
 
 
 def _passes(captured: Captured) -> Section:
-    rows, listed = [], set()
+    rows = []
     for each in (*FIRST_TRACE_PASSES, *PASSES):
-        listed.add(each.name)
         count = captured.changed.get(each.name)
         note = _note(captured.context.notes.get(each.name))
         if count is not None or note:
             rows.append((each.name, "" if count is None else str(count), "yes" if each.keeps_bits else "no", note))
-    for name, found in captured.context.notes.items():  # of later stages
-        if name not in listed:
-            rows.append((name, "", "", _note(found)))
     return Section("passes", ("pass", "nodes", "keeps bits", "note"), tuple(rows), frozenset({"nodes"}))
+
+
+def _partition(captured: Captured) -> Section:
+    """What went to which compiled piece, as the stages after the passes noted it; empty before the step is lowered."""
+    of_passes = {each.name for each in (*FIRST_TRACE_PASSES, *PASSES)}
+    rows = []
+    for name, found in captured.context.notes.items():
+        if name not in of_passes:
+            parts = found if isinstance(found, Mapping) else {"": found}
+            rows += [(name, part, _note(value) or "none") for part, value in parts.items()]
+    return Section("partition", ("stage", "what", "note"), tuple(rows))
 
 
 def _note(found: Any) -> str:
@@ -136,7 +144,8 @@ def _note(found: Any) -> str:
     if isinstance(found, Mapping):
         return "; ".join(f"{name}: {_note(value)}" for name, value in found.items())
     if isinstance(found, Sequence) and not isinstance(found, str):
-        return "; ".join(_note(each) for each in found)
+        flat = all(isinstance(each, str | int | float) for each in found)
+        return (" " if flat and len(found) == 2 else ", " if flat else "; ").join(_note(each) for each in found)
     return str(found)
 
 
