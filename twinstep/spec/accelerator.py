@@ -27,8 +27,8 @@ class CpuSpec(Spec):
 
     kind: Literal["cpu"] = "cpu"
     """The accelerator."""
-    devices: Annotated[StrictInt, Field(ge=1, le=1)] = 1
-    """Devices the step is spread over; the CPU has one."""
+    devices: Annotated[StrictInt, Field(ge=1, le=64)] = 1
+    """Devices the step is spread over; more than one are parts of the host that compile.backend xla makes of it."""
 
 
 class TpuSpec(Spec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from twinstep.spec.errors import UnavailableError
+from twinstep.spec.errors import SpecError, UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import validate_spec
 from twinstep.worker.train import environment
@@ -141,3 +142,46 @@ def test_processors_are_those_this_process_may_use() -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout == "1\n"
     assert usable_processors() == len(os.sched_getaffinity(0))
+
+
+def with_devices(devices: int, backend: str = "xla") -> JobSpec:
+    return validate_spec(
+        {
+            "name": "t",
+            "compile": {"backend": backend, "cache": False},
+            "accelerator": {"kind": "cpu", "devices": devices},
+        }
+    )
+
+
+def test_devices_of_the_host_are_asked_of_xla_beside_what_flags_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=3")
+    prepare_environment(with_devices(8))
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=8"
+    assert environment.mesh_axes(with_devices(8)) == {"data": 8}
+    assert environment.mesh_axes(with_devices(1)) is None
+
+
+def test_several_devices_want_the_xla_backend() -> None:
+    with pytest.raises(SpecError, match=r"accelerator.devices is 2 with compile.backend eager"):
+        prepare_environment(with_devices(2, "eager"))
+
+
+@pytest.mark.slow
+def test_a_run_on_two_devices_ends_where_one_ends(tmp_path: Path) -> None:
+    found = []
+    for devices in (1, 2):
+        path = tmp_path / f"{devices}.yaml"
+        path.write_text(
+            "name: devices\n"
+            "model: {embedding_dim: 4, transducer_dim: 8, num_layers: 1, num_heads: 1, hidden_dim: 8}\n"
+            "data: {dataset: synthetic, synthetic_events: 500, batch_size: 4, uih_len: 8, num_candidates: 2}\n"
+            "compile: {backend: xla, cache: false}\n"
+            f"accelerator: {{kind: cpu, devices: {devices}}}\n"
+            "train: {steps: 4}\n"
+        )
+        command = [sys.executable, "-m", "twinstep", "train", str(path), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
+        found.append(json.loads(done.stdout)["summary"])
+    assert found[0]["ne"] == pytest.approx(found[1]["ne"], rel=1e-4)
+    assert found[0]["auc"] == pytest.approx(found[1]["auc"], abs=1e-3)

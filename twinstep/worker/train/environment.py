@@ -7,6 +7,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from twinstep.spec.accelerator import CpuSpec
 from twinstep.spec.errors import SpecError, UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.worker.train.toolchain import check_compiler
@@ -61,12 +62,36 @@ def prepare_environment(spec: JobSpec) -> None:
     # made steps several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ["JAX_PLATFORMS"] = "cpu"
+    _set_devices(spec)
     if spec.compile.backend == "inductor":
         check_compiler()
     directory = cache_directory(spec)
     if directory is not None and spec.compile.backend != "eager":
         _make_private(directory)
         _make_private(directory / spec.compile.backend)
+
+
+def _set_devices(spec: JobSpec) -> None:
+    """Let JAX see as many devices as the spec asks for; it reads the variable when it is first imported."""
+    wanted = mesh_axes(spec)
+    if wanted is None:
+        return
+    if spec.compile.backend != "xla":
+        raise SpecError(
+            f"accelerator.devices is {wanted['data']} with compile.backend {spec.compile.backend}, which uses one",
+            remedy="compile.backend: xla, or accelerator.devices: 1",
+        )
+    others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_COUNT)]
+    os.environ["XLA_FLAGS"] = " ".join([*others, f"{_DEVICE_COUNT}={wanted['data']}"])
+
+
+_DEVICE_COUNT = "--xla_force_host_platform_device_count"
+
+
+def mesh_axes(spec: JobSpec) -> dict[str, int] | None:
+    """Return the mesh a spec's step is spread over, or None for one device."""
+    devices = spec.accelerator.devices if isinstance(spec.accelerator, CpuSpec) else 1
+    return {"data": devices} if devices > 1 else None
 
 
 def _make_private(directory: Path) -> None:

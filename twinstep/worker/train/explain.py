@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
-from twinstep.worker.train.environment import prepare_environment, usable_processors
+from twinstep.worker.train.environment import mesh_axes, prepare_environment, usable_processors
 
 if TYPE_CHECKING:
     from twinstep.worker.compile.inspection import Inspectable
@@ -51,5 +51,6 @@ def look_at(spec: JobSpec, *, backend: Literal["inductor", "xla"] | None = None)
         build_optimizers(spec.optimizers, model),
         backend=chosen.backend,
         batch_dims=BATCH_DIMS,
+        mesh=mesh_axes(spec),
     )
     return compiler.look(batch, sizes={"batch_size": spec.data.batch_size, "uih_len": spec.data.uih_len})

@@ -22,7 +22,7 @@ from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.prefetch import Prefetch
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_model
-from twinstep.worker.train.environment import cache_directory
+from twinstep.worker.train.environment import cache_directory, mesh_axes
 from twinstep.worker.train.evaluate import Scores, evaluate
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.report import Reporter
@@ -65,6 +65,7 @@ class Trainer:
             self._optimizers,
             backend=spec.compile.backend,
             batch_dims=BATCH_DIMS,
+            mesh=mesh_axes(spec),
             cache_dir=cache_directory(spec),
             check_finite=spec.debug.stop_on_nonfinite,
             on_start=self._compiling,
