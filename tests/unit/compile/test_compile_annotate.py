@@ -15,7 +15,7 @@ from torch._decomp import core_aten_decompositions
 from torch._inductor.decomposition import select_decomp_table
 
 from twinstep.worker.compile.annotate import Annotations, annotate
-from twinstep.worker.compile.batch_dims import BatchDim, JoinedDim, leaf_dims, viewed
+from twinstep.worker.compile.batch_labels import BatchDim, JoinedDim, leaf_dims, viewed
 from twinstep.worker.compile.capture import Captured, batch_leaves, capture
 from twinstep.worker.compile.state import TrainState
 

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from twinstep.worker.compile.batch_dims import FACTORIES, Dims, Label, Labels, follow, leaf_dims
+from twinstep.worker.compile.batch_dims import FACTORIES, follow
+from twinstep.worker.compile.batch_labels import Dims, Label, Labels, leaf_dims
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.placement import Mesh, Placed, Placement, Spec, place
 from twinstep.worker.compile.stages import Stage, gradients, region, stage

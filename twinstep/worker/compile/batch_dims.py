@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,76 +19,24 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from twinstep.worker.compile.batch_labels import (
+    BatchDim,
+    Dims,
+    JoinedDim,
+    Label,
+    Labels,
+    cut,
+    joined,
+    viewed,
+)
+
 aten = torch.ops.aten
 
 _ROUNDS = 5  # each round lets sizes that were constants of the trace (a `full`, an `expand`) be known as batch
 
 
-@dataclass(frozen=True, slots=True)
-class BatchDim:
-    """A dimension of length `outer · B · inner`: sample b is at `(o · B + b) · inner + i`."""
-
-    outer: int = 1
-    inner: int = 1
-
-    def size(self, batch: int) -> int:
-        """Return the length at a batch size."""
-        return self.outer * batch * self.inner
-
-    def __str__(self) -> str:
-        return "·".join([str(self.outer)] * (self.outer > 1) + ["B"] + [str(self.inner)] * (self.inner > 1))
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedDim:
-    """A dimension made by `cat`: batch dimensions and fixed lengths, one after the other."""
-
-    parts: tuple[BatchDim | int, ...]
-
-    def size(self, batch: int) -> int:
-        """Return the length at a batch size."""
-        return sum(part if isinstance(part, int) else part.size(batch) for part in self.parts)
-
-    def __str__(self) -> str:
-        return "+".join(str(part) for part in self.parts)
-
-
-Label = BatchDim | JoinedDim
-Dims = tuple[Label | None, ...]
-"""One entry for each dimension of a tensor."""
 Source = tuple[fx.Node, int, Label]
 """A dimension of a node's value, and the label it must have."""
-Labels = Dims | tuple[Dims, ...]
-"""Of a node with several results, one `Dims` a result."""
-
-
-def leaf_dims(
-    shapes: Mapping[str, Sequence[int]], *, declared: Mapping[str, int] | None = None
-) -> tuple[int | None, dict[str, Dims]]:
-    """Return the batch size (the shortest declared dimension, or most leaves' leading one), and each leaf's dimension.
-
-    Args:
-        shapes: of the leaves, by path.
-        declared: position of the batch dimension by leaf; leaves it does not name have none. None: it is the leading
-            one wherever that is as long as most leaves' leading one.
-    """
-    named = {path: tuple(shape) for path, shape in shapes.items()}
-    if declared is not None:
-        positions = {path: at for path, at in declared.items() if path in named and at < len(named[path])}
-        size = min((named[path][at] for path, at in positions.items()), default=0)
-    else:
-        leading = Counter(shape[0] for shape in named.values() if shape)
-        size = leading.most_common(1)[0][0] if leading else 0
-        positions = {path: 0 for path, shape in named.items() if shape and shape[0] == size}
-    if size < 2:  # one sample: every dimension of length 1 looks alike
-        return None, {path: (None,) * len(shape) for path, shape in named.items()}
-    found: dict[str, Dims] = {}
-    for path, shape in named.items():
-        at = positions.get(path)
-        known = at is not None and shape[at] % size == 0 and shape[at] > 0
-        label = BatchDim(inner=shape[at] // size) if known and at is not None else None
-        found[path] = tuple(label if index == at else None for index in range(len(shape)))
-    return size, found
 
 
 def follow(graph: fx.GraphModule, seeds: Mapping[fx.Node, Dims], batch: int) -> dict[fx.Node, Labels]:
@@ -312,29 +258,6 @@ class _Described:
         return self._text
 
 
-def viewed(dims: Dims, old: tuple[int, ...], new: tuple[int, ...], batch: int) -> Dims:
-    """Return the labels after a view from shape `old` to shape `new`.
-
-    A dimension of the new shape is batch iff the sample's digit of the flat index lies wholly within it.
-    """
-    result: list[Label | None] = [None] * len(new)
-    if 0 in old or 0 in new:
-        return tuple(result)
-    for at, label in enumerate(dims):
-        below = math.prod(old[at + 1 :])
-        stride = math.prod(new)
-        for index, size in enumerate(new if label else ()):
-            top, stride = stride, stride // size
-            if isinstance(label, JoinedDim):
-                if stride == below and size == old[at]:
-                    result[index] = label
-            elif label and size > 1:
-                low = below * label.inner  # flat stride of one sample
-                if low % stride == 0 and top % (low * batch) == 0:
-                    result[index] = BatchDim(outer=top // (low * batch), inner=low // stride)
-    return tuple(result)
-
-
 def _view(follower: _Follower, node: fx.Node) -> Labels:
     source: Any = node.args[0]
     old, new = tuple(source.meta["val"].shape), tuple(node.meta["val"].shape)
@@ -361,32 +284,11 @@ def _slice(follower: _Follower, node: fx.Node) -> Labels:
     known = follower.of(source)
     at = _argument(node, "dim", 1, 0) % len(old)
     found = [label if was == now else None for label, was, now in zip(known, old, new, strict=True)]
-    joined = known[at]
-    if isinstance(joined, JoinedDim) and old[at] != new[at] and _argument(node, "step", 4, 1) == 1:
+    whole = known[at]
+    if isinstance(whole, JoinedDim) and old[at] != new[at] and _argument(node, "step", 4, 1) == 1:
         start = _argument(node, "start", 2, 0)
-        found[at] = _cut(joined, start + old[at] if start < 0 else start, new[at], follower.batch)
+        found[at] = cut(whole, start + old[at] if start < 0 else start, new[at], follower.batch)
     return tuple(found)
-
-
-def _cut(joined: JoinedDim, start: int, length: int, batch: int) -> Label | None:
-    """Return the label of whole parts of a joined dimension; None where a part is cut."""
-    taken: list[BatchDim | int] = []
-    at = 0
-    for part in joined.parts:
-        size = part if isinstance(part, int) else part.size(batch)
-        if at >= start and at + size <= start + length:
-            taken.append(part)
-        at += size
-    return _joined(taken) if sum(JoinedDim((part,)).size(batch) for part in taken) == length else None
-
-
-def _joined(parts: Sequence[Label | int]) -> Label | None:
-    flat: list[BatchDim | int] = []
-    for part in parts:
-        flat += part.parts if isinstance(part, JoinedDim) else (part,)
-    if all(isinstance(part, int) for part in flat):
-        return None
-    return flat[0] if len(flat) == 1 and isinstance(flat[0], BatchDim) else JoinedDim(tuple(flat))
 
 
 def _parts(node: fx.Node, at: int, label: Label, batch: int) -> list[Source] | None:
@@ -397,7 +299,7 @@ def _parts(node: fx.Node, at: int, label: Label, batch: int) -> list[Source] | N
     tensors: Any = node.args[0]
     for each in tensors:
         length = each.meta["val"].shape[at]
-        part = _cut(label, start, length, batch)
+        part = cut(label, start, length, batch)
         if part is None:
             return None
         found.append((each, at, part))
@@ -444,7 +346,7 @@ def _cat(follower: _Follower, node: fx.Node) -> Labels:
     at = _argument(node, "dim", 1, 0) % node.meta["val"].dim()
     parts = [each for each in tensors if each.meta["val"].dim() == node.meta["val"].dim()]
     lengths = [follower.of(each)[at] or (each.meta["val"].shape[at] if _fixed(each, at) else None) for each in parts]
-    along = None if None in lengths else _joined([length for length in lengths if length is not None])
+    along = None if None in lengths else joined([length for length in lengths if length is not None])
     others = _dims(follower._by_running(node))
     return tuple(along if index == at else label for index, label in enumerate(others))
 
@@ -465,11 +367,11 @@ def _split(follower: _Follower, node: fx.Node) -> Labels:
     sizes: Any = node.args[1]
     known = follower.of(source)
     at = _argument(node, "dim", 2, 0) % len(known)
-    joined = known[at]
+    whole = known[at]
     found: list[Dims] = []
     start = 0
     for size in sizes:
-        part = _cut(joined, start, size, follower.batch) if isinstance(joined, JoinedDim) else None
+        part = cut(whole, start, size, follower.batch) if isinstance(whole, JoinedDim) else None
         found.append((*known[:at], part, *known[at + 1 :]))
         start += size
     return tuple(found)
@@ -485,7 +387,7 @@ def _padded(follower: _Follower, node: fx.Node) -> Labels:
         if label is not None and (before or after):
             parts = [before, label, after]
             whole = before >= 0 and after >= 0
-            labels[index] = _joined([part for part in parts if part]) if whole else None
+            labels[index] = joined([part for part in parts if part]) if whole else None
     return tuple(labels)
 
 
