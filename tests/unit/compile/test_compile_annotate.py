@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from torch._decomp import core_aten_decompositions
 from torch._inductor.decomposition import select_decomp_table
 
-from twinstep.worker.compile.annotate import Annotations, annotate
+from twinstep.worker.compile.annotate import Annotations, Spread, annotate
 from twinstep.worker.compile.batch_labels import BatchDim, JoinedDim, leaf_dims, viewed
-from twinstep.worker.compile.capture import Captured, batch_leaves, capture
+from twinstep.worker.compile.capture import Captured, capture
 from twinstep.worker.compile.state import TrainState
 
 ROWS, HISTORY, DIM = 50, 3, 8
@@ -65,20 +65,19 @@ def batch_of(rows: int) -> dict[str, Tensor]:
     }
 
 
-def captured(rows: int, table: Callable[[], Any] = core_aten_decompositions) -> tuple[Captured, tuple[str, ...]]:
+def captured(rows: int, table: Callable[[], Any] = core_aten_decompositions) -> Captured:
     torch.manual_seed(0)
     model = Recommender()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     batch = batch_of(rows)
     state = TrainState(model, optimizer)
-    found = capture(step, state, optimizer, batch, table(), backend="xla", strategies={})
-    return found, tuple(batch_leaves(batch)[1])
+    return capture(step, state, optimizer, batch, table(), backend="xla", strategies={})
 
 
 @pytest.fixture(scope="module")
 def five() -> tuple[Captured, Annotations]:
-    found, paths = captured(5)
-    return found, annotate(found, paths)
+    found = captured(5)
+    return found, annotate(found, Spread())
 
 
 def sizes(node: fx.Node) -> tuple[int, ...] | None:
@@ -88,9 +87,9 @@ def sizes(node: fx.Node) -> tuple[int, ...] | None:
 
 @pytest.mark.parametrize("table", [core_aten_decompositions, select_decomp_table])
 def test_labels_are_what_a_capture_with_another_batch_size_shows(table: Callable[[], Any]) -> None:
-    found, paths = captured(5, table)
-    other, _ = captured(7, table)
-    values = annotate(found, paths).by_name()
+    found = captured(5, table)
+    other = captured(7, table)
+    values = annotate(found, Spread()).by_name()
     grow = known = 0
     for mine, its in zip(found.graph.graph.nodes, other.graph.graph.nodes, strict=True):
         assert str(mine.target) == str(its.target)
@@ -107,8 +106,8 @@ def test_labels_are_what_a_capture_with_another_batch_size_shows(table: Callable
 
 
 def test_one_sample_has_no_labels_since_every_length_of_one_looks_alike() -> None:
-    found, paths = captured(1)
-    annotations = annotate(found, paths)
+    found = captured(1)
+    annotations = annotate(found, Spread())
     assert annotations.batch_size is None
     assert not any(any(value.dims) for value in annotations.values)
 
