@@ -16,7 +16,7 @@ from bench.measure import threads
 from twinstep.spec.job import JobSpec
 from twinstep.worker.compile.events import CompileEvent
 from twinstep.worker.compile.lifted import BackendName
-from twinstep.worker.compile.runner import StepCompiler
+from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.data.batch import Batch
 from twinstep.worker.data.datasets import Dataset, load_dataset
 from twinstep.worker.data.loader import Loader

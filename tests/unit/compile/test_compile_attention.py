@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from twinstep.worker.compile.lower import xla_attention
-from twinstep.worker.compile.runner import StepCompiler
+from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.ops import native
 from twinstep.worker.ops.hstu_attention import (
     OPERATOR,

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from twinstep.worker.compile.passes import products
 from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.products import tall_products
-from twinstep.worker.compile.runner import StepCompiler
+from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.ops.linear import LINEAR
 
 aten = torch.ops.aten

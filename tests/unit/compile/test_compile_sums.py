@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.sums import split_tall_sums
-from twinstep.worker.compile.runner import StepCompiler
+from twinstep.worker.compile.step_compiler import StepCompiler
 
 aten = torch.ops.aten
 CONTEXT = PassContext(slots=(), num_rates=0, num_batch=0, backend="inductor")

@@ -8,7 +8,8 @@ from twinstep.worker.compile.entry import compile
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
 from twinstep.worker.compile.key import CompileKey
 from twinstep.worker.compile.parity import ParityReport, parity
-from twinstep.worker.compile.runner import Runner, StepCompiler
+from twinstep.worker.compile.runner import Runner
+from twinstep.worker.compile.step_compiler import StepCompiler
 
 __all__ = [
     "CompileEvent",

@@ -28,8 +28,8 @@ from twinstep.spec.slices import Slice, parse_slice
 from twinstep.worker.compile.aot_report import AotReport, Cuts, Effort
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.key import versions
-from twinstep.worker.compile.runner import StepCompiler
 from twinstep.worker.compile.state import Optimizers
+from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.compile.strategies import Strategy, resolve
 
 SHARD_ABOVE = 1 << 30  # bytes of a table above which its rows are spread; a lookup then moves all devices' tokens

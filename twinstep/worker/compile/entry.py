@@ -10,8 +10,9 @@ from torch import nn
 
 from twinstep.worker.compile.capture import TrainStep
 from twinstep.worker.compile.placement import Mesh
-from twinstep.worker.compile.runner import Runner, StepCompiler
+from twinstep.worker.compile.runner import Runner
 from twinstep.worker.compile.state import Optimizers
+from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.compile.strategies import Strategy
 
 

@@ -22,8 +22,8 @@ from twinstep.worker.compile.parity.trial import (
     state_of,
 )
 from twinstep.worker.compile.parity.watch import watching
-from twinstep.worker.compile.runner import StepCompiler
 from twinstep.worker.compile.state import Optimizers, TrainState
+from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.compile.strategies import Strategy
 
 

@@ -1,0 +1,376 @@
+"""Stage 7, recompile: a StepCompiler keeps one Runner per CompileKey and says why it compiles.
+
+compiler = StepCompiler(train_step, model, optimizers, backend="inductor", on_event=print)
+outputs = compiler(batch)      # compiles at a key not seen before, then runs
+compiler.pull()                # before reading parameters (state_dict() does so itself): with XLA they are elsewhere
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from twinstep.spec.errors import CompileError
+from twinstep.worker.compile.annotate import Spread
+from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
+from twinstep.worker.compile.events import CompileEvent, CompileWarning
+from twinstep.worker.compile.inputs import check_backend, check_devices, check_finite, device_of
+from twinstep.worker.compile.inspection import Capture, Look
+from twinstep.worker.compile.kept import Kept, Made, pack, unpack
+from twinstep.worker.compile.key import (
+    CompileKey,
+    cpu_threads,
+    named_sizes,
+    reason,
+    tensor_info,
+    versions,
+)
+from twinstep.worker.compile.lifted import BackendName, Lifted
+from twinstep.worker.compile.passes.communication import ranks
+from twinstep.worker.compile.placement import Mesh
+from twinstep.worker.compile.runner import Runner
+from twinstep.worker.compile.stamp import Stamp
+from twinstep.worker.compile.standing import batch_info, reach, standing
+from twinstep.worker.compile.state import Optimizers, TrainState
+from twinstep.worker.compile.store import MAX_BYTES, ProgramStore
+from twinstep.worker.compile.storm import MAX_COMPILES, WINDOW, StormWatch
+from twinstep.worker.compile.strategies import Communication, Strategy, resolve
+
+MAX_RUNNERS = 8  # programs kept in memory; an executable and its workspace are tens of MB
+
+
+class StepCompiler:
+    """Compiles a train step for each shape it meets; all its programs share one state.
+
+    Args:
+        train_step: `(model, optimizer, batch) → outputs`, plain PyTorch: zero_grad, forward, backward, step.
+        optimizer: one, several by name, or None for a step that only evaluates (called as `(model, batch)`).
+        backend: what lowers the graph; `eager` calls `train_step` as it is.
+        strategies: what to ask of the compiler; None: DEFAULT_STRATEGIES.
+        mesh: devices to spread the step over, `{"data": 8}`; with the xla backend.
+        batch_dims: position of the batch dimension by batch leaf; leaves that are not named have none. None: the
+            leading one, wherever it is as long as most leaves'.
+        cache_dir: directory of the cache on disk; None: no cache.
+        in_place: False writes no new state over old inside the program: slower, and without a cache on disk; for
+            finding faults.
+        ahead: nothing will run here, so that the model may be on the meta device.
+        check_finite: refuse a batch that holds NaN or an infinity (DataError, which names the leaf), at the cost of
+            reading all its numbers before each step.
+        cache_max_bytes: what programs on disk may take together.
+        on_start: called with the reason before each compile.
+        on_event: called with a CompileEvent after each compile.
+        on_warning: called with a CompileWarning.
+        max_runners: programs kept in memory.
+        storm: how many compiles in how many steps are too many.
+    """
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        model: nn.Module,
+        optimizer: Optimizers = None,
+        *,
+        backend: BackendName = "inductor",
+        devices: int = 1,
+        strategies: Sequence[Strategy | str] | None = None,
+        mesh: Mesh | Mapping[str, int] | None = None,
+        batch_dims: Mapping[str, int] | None = None,
+        cache_dir: Path | None = None,
+        in_place: bool = True,
+        ahead: bool = False,
+        check_finite: bool = False,
+        cache_max_bytes: int = MAX_BYTES,
+        on_start: Callable[[str], None] | None = None,
+        on_event: Callable[[CompileEvent], None] | None = None,
+        on_warning: Callable[[CompileWarning], None] | None = None,
+        max_runners: int = MAX_RUNNERS,
+        storm: tuple[int, int] = (MAX_COMPILES, WINDOW),
+    ) -> None:
+        check_backend(backend, get_args(BackendName))
+        self._step = train_step
+        self._model = model
+        self._optimizer = optimizer
+        self._strategies = resolve(strategies)
+        self._spread = Spread(mesh=None if mesh is None else Mesh.of(mesh), batch_dims=batch_dims)
+        self._devices = devices if self._spread.mesh is None else self._spread.mesh.size
+        if Communication.name in self._strategies:
+            self._devices = ranks(backend)
+        if self._spread.mesh is not None and backend != "xla":
+            raise CompileError(
+                f"the {backend} backend takes no mesh",
+                remedy="use the xla backend, or Communication() over a process group, one process a device",
+            )
+        self._on_start = on_start
+        self._on_event = on_event
+        self._on_warning = on_warning
+        self._max_runners = max_runners
+        self._cache_dir = cache_dir if in_place else None
+        self._in_place = in_place
+        self._ahead = ahead
+        self._check_finite = check_finite
+        self._store: ProgramStore | None = None
+        if cache_dir is not None and in_place:
+            self._store = ProgramStore(cache_dir / "programs", max_bytes=cache_max_bytes, warn=self._cache_unusable)
+        self._runners: OrderedDict[CompileKey, Runner] = OrderedDict()
+        self._last: CompileKey | None = None
+        self._storm = StormWatch(max_compiles=storm[0], window=storm[1])
+        self.backend_name = backend
+        self.compile_seconds = 0.0
+        # Eager steps live on the model and the optimizers themselves; nothing is lifted out.
+        self._lifted = None if backend == "eager" else self._lift()
+        self._versions = versions(_STACK[backend])
+        self._stamp: Stamp | None = None
+        self._known: dict[Any, Runner] = {}
+        """Runners by the look of their batches, as long as the stamp is fresh."""
+
+    def __call__(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Any:
+        """Run one step, compiling first at a key not seen before; `sizes` names the batch's sizes for the reason."""
+        return self.program(batch, sizes=sizes)(batch)
+
+    def program(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Callable[[Any], Any]:
+        """Return what runs a step on batches like `batch`: a Runner, or with the eager backend the step itself."""
+        return self._run_eager if self._lifted is None else self.runner(batch, sizes=sizes).run
+
+    def _run_eager(self, batch: Any) -> Any:
+        if self._check_finite:
+            check_finite(batch)
+        arguments = (self._model, batch) if self._optimizer is None else (self._model, self._optimizer, batch)
+        return pytree.tree_map_only(Tensor, Tensor.detach, self._step(*arguments))
+
+    def runner(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Runner:
+        """Return the Runner for batches like `batch`, compiled now unless there is one.
+
+        Raises:
+            CompileError: the step cannot be captured or lowered; model and optimizer are as they were.
+        """
+        self._storm.step()
+        leaves, spec = pytree.tree_flatten(batch)
+        look = (named_sizes(sizes), batch_info(leaves))
+        if self._stamp is not None and self._stamp.fresh():
+            runner = self._known.get(look)
+            if runner is not None and runner.batch_spec == spec:
+                return self._found(runner)
+        else:
+            self._known.clear()
+            self._stamp = None
+        lifted = self._lift_again_where_outdated()
+        key = self.key(batch, sizes=sizes)
+        runner = self._found(self._runners[key]) if key in self._runners else self._new(key, batch, lifted)
+        if self._stamp is None:
+            self._stamp = Stamp(lifted.state, self._model, self._reach)
+        self._known[look] = runner
+        return runner
+
+    def _found(self, runner: Runner) -> Runner:
+        self._runners.move_to_end(runner.key)
+        self._last = runner.key
+        return runner
+
+    def _new(self, key: CompileKey, batch: Any, lifted: Lifted) -> Runner:
+        self._spread.check({path: shape for path, shape, _ in key.batch})
+        check_devices(batch, device_of(lifted.state.live()))
+        why = reason(self._last, key)
+        if self._on_start:
+            self._on_start(why)
+        started = time.perf_counter()
+        made = self._obtain(key, batch, lifted)
+        seconds = time.perf_counter() - started
+        spec = pytree.tree_structure(batch)
+        again = self._capture_like(batch, lifted)
+        runner = Runner(made, lifted, self._model, key, spec, again, self._spread, seconds)
+        runner.check_finite = self._check_finite
+        event = CompileEvent(
+            name="compiled" if self._last is None else "recompiled",
+            reason=why,
+            seconds=seconds,
+            capture_seconds=made.capture_seconds,
+            backend=lifted.backend.name,
+            cache=made.cache,
+            key=key.digest,
+            nodes=made.kept.nodes,
+            sizes=dict(key.sizes),
+        )
+        storm = self._storm.compiled(self._last, key)
+        self._remember(key, runner)
+        self.compile_seconds += seconds
+        if self._on_event:
+            self._on_event(event)
+        if storm and self._on_warning:
+            data = {"field": storm.field, "compiles": storm.compiles, "steps": storm.steps}
+            self._on_warning(CompileWarning(name="recompile_storm", text=storm.text, data=data))
+        return runner
+
+    def _obtain(self, key: CompileKey, batch: Any, lifted: Lifted) -> Made:
+        """Return a program from disk, or one compiled now and put there; one process at a time compiles a key."""
+        if self._store is None:
+            return self._compile(batch, lifted)
+        made = self._from_disk(self._store, key, lifted)
+        if made is not None:
+            return made
+        with self._store.lock(key.text):
+            made = self._from_disk(self._store, key, lifted)  # whoever had the lock may have made it
+            if made is None:
+                made = self._compile(batch, lifted)
+                parts = lifted.backend.save(made.program) if made.kept.storable else None
+                entry = None if parts is None else pack(made.kept, parts)
+                if entry is not None:
+                    self._store.put(key.text, entry)
+        return made
+
+    def _from_disk(self, store: ProgramStore, key: CompileKey, lifted: Lifted) -> Made | None:
+        parts = store.get(key.text)
+        if parts is None:
+            return None
+        try:
+            found = unpack(parts, self._reach.tensors)
+            if found is None:
+                return None
+            kept, backend_parts = found
+            return Made(lifted.backend.load(backend_parts, kept.constants), kept, "disk")
+        except Exception:  # whatever unpickling, a linker or XLA may raise: the entry is for another machine or version
+            store.drop(key.text)
+            return None
+
+    def _compile(self, batch: Any, lifted: Lifted) -> Made:
+        started = time.perf_counter()
+        captured = self._capture(batch, lifted)
+        seconds = time.perf_counter() - started
+        program = lifted.backend.lower(captured)
+        kept = Kept.of(captured, self._reach.tensors)
+        return Made(program, kept, "backend" if program.from_cache else "none", captured, seconds)
+
+    def _capture(self, batch: Any, lifted: Lifted, without: frozenset[str] = frozenset()) -> Captured:
+        return capture(
+            self._step,
+            lifted.state,
+            self._optimizer,
+            batch,
+            lifted.backend.decompositions(),
+            backend=lifted.backend.name,
+            strategies=self._strategies,
+            without=without,
+        )
+
+    def _capture_like(self, batch: Any, lifted: Lifted) -> Capture:
+        """Return what captures the step for batches like this one, without holding on to its values."""
+        like = pytree.tree_map_only(Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), batch)
+
+        def again(without: frozenset[str] = frozenset()) -> Captured:
+            zeros = pytree.tree_map_only(Tensor, lambda leaf: torch.zeros_like(leaf, device="cpu"), like)
+            return self._capture(zeros, lifted, without)
+
+        return again
+
+    def look(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> Look:
+        """Return the step captured for batches like `batch`, to be looked at; it is lowered only if that is asked for.
+
+        Raises:
+            CompileError: the step cannot be captured.
+        """
+        lifted = self._lift_again_where_outdated()
+        key = self.key(batch, sizes=sizes)
+        self._spread.check({path: shape for path, shape, _ in key.batch})
+        again = self._capture_like(batch, lifted)
+        return Look(
+            key,
+            self._capture(batch, lifted),
+            self._spread,
+            again,
+            lambda: self.runner(batch, sizes=sizes).program_text(),
+        )
+
+    def key(self, batch: Any, *, sizes: Mapping[str, int] | None = None) -> CompileKey:
+        """Return the CompileKey of a step on `batch` as model and optimizers stand now."""
+        state = self._need_lifted().state
+        self._reach = reach(self._step, self._model, state)
+        leaves, paths, spec = batch_leaves(batch)
+        return CompileKey(
+            sizes=named_sizes(sizes),
+            devices=self._devices,
+            mesh=self._spread.key,
+            **standing(state, self._model),
+            batch=tuple(tensor_info(path, leaf) for path, leaf in zip(paths, leaves, strict=True)),
+            structure=str(spec),
+            backend=self.backend_name,
+            strategies=tuple(sorted(repr(each) for each in self._strategies.values())),
+            step=self._reach.digest,
+            threads=cpu_threads(),
+            versions=self._versions,
+        )
+
+    def pull(self) -> None:
+        """Bring the live model and optimizers up to date; with backends that work in place, nothing is to do."""
+        if self._lifted is not None:
+            self._lifted.backend.pull()
+
+    def push(self) -> None:
+        """Take the state from the live model and optimizers, whatever was written to them and how (`.data` too)."""
+        if self._lifted is not None:
+            self._lifted.backend.push()
+
+    def random_state(self) -> Tensor:
+        """Return where random numbers (dropout) stand, for a checkpoint: torch's generator, or XLA's key."""
+        return torch.get_rng_state() if self._lifted is None else self._lifted.backend.random_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Go on from what `random_state` gave, of the same backend."""
+        torch.set_rng_state(state) if self._lifted is None else self._lifted.backend.set_random_state(state)
+
+    def _lift_again_where_outdated(self) -> Lifted:
+        """Return the lifted state, found anew after a parameter was frozen or a parameter group added.
+
+        Programs made for the old slots go; those for other hyperparameters of the same slots stay.
+        """
+        lifted = self._need_lifted()
+        if not lifted.state.outdated() and lifted.state.settings_changed():
+            lifted.backend.pull()  # making state writes to parameters, what they hold now
+            lifted.state.make_missing()
+        if lifted.state.outdated():
+            lifted.backend.pull()
+            self._runners.clear()
+            before, lifted = lifted, self._lift()
+            lifted.backend.go_on_from(before.backend)
+            self._lifted = lifted
+        return lifted
+
+    def _lift(self) -> Lifted:
+        return Lifted.of(
+            self._model,
+            self._optimizer,
+            self.backend_name,
+            cache_dir=self._cache_dir,
+            in_place=self._in_place,
+            spread=self._spread,
+            values=not self._ahead,
+        )
+
+    @property
+    def state(self) -> TrainState:
+        """The state that was lifted out of model and optimizers."""
+        return self._need_lifted().state
+
+    def _need_lifted(self) -> Lifted:
+        if self._lifted is None:
+            raise CompileError("the eager backend compiles nothing", remedy="call the StepCompiler itself")
+        return self._lifted
+
+    def _remember(self, key: CompileKey, runner: Runner) -> None:
+        self._runners[key] = runner
+        self._last = key
+        while len(self._runners) > self._max_runners:
+            _, gone = self._runners.popitem(last=False)
+            self._known = {look: each for look, each in self._known.items() if each is not gone}
+
+    def _cache_unusable(self, problem: str) -> None:
+        if self._on_warning:
+            self._on_warning(CompileWarning(name="cache_unusable", text=f"{problem}; steps are compiled without it"))
+
+
+_STACK = {"inductor": ("torch",), "xla": ("torch", "torchax", "jax", "jaxlib"), "eager": ("torch",)}
