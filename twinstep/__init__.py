@@ -8,7 +8,16 @@ from typing import Any
 __version__ = "0.1.0"
 
 # The compiler needs torch and the control plane does without it, so its names are looked up only when asked for.
-_FROM_COMPILER = ("ParityReport", "Runner", "StepCompiler", "compile", "parity")
+_FROM_COMPILER = (
+    "Mesh",
+    "ParityReport",
+    "Runner",
+    "StepCompiler",
+    "compile",
+    "compile_ahead",
+    "parity",
+    "strategies",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,8 @@ from twinstep.cli.output import console, one_line, plain_table, print_json
 from twinstep.cli.specfile import read_spec
 from twinstep.spec.errors import NotFoundError
 
+_COUNTED = ("pods", "devices")
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
@@ -96,7 +98,7 @@ def render(
         return 0
     sys.stdout.write(dump_manifests(objects))
     # Standard output is the manifest alone: a reader of it is kubectl.
-    pods = f"{found.numbers['pods']} pods, {found.numbers['devices']} devices"
+    pods = ", ".join(f"{found.numbers[each]} {each[:-1] if found.numbers[each] == 1 else each}" for each in _COUNTED)
     print(f"{found.numbers['kind']} {found.name}: {pods}", file=sys.stderr)
     for warning in found.warnings:
         print(f"warning: {one_line(warning)}", file=sys.stderr)

@@ -50,8 +50,14 @@ def parse_slice(name: str) -> Slice:
     Raises:
         SpecError: there is no such slice; the message names the nearest.
     """
-    given, _, topology = name.strip().partition(":")
+    given, colon, topology = name.strip().partition(":")
     generation = {each.compiler_name: each.name for each in TPUS.values()}.get(given, given)
+    if not colon and "-" in given:
+        raise SpecError(
+            f"a TPU slice is GENERATION:TOPOLOGY, not {name[:80]!r}",
+            remedy="give v5p:2x2x1, say; an accelerator type such as v5p-8 counts cores and names no topology: "
+            "`twinstep topologies` lists them",
+        )
     known = generation if generation in TPUS else nearest(generation, TPUS)
     sides = re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){1,2}", topology)
     if generation in TPUS and sides and is_topology(generation, topology) and chips_of(topology) >= LEAST_CHIPS:

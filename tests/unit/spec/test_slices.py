@@ -44,3 +44,8 @@ def test_a_name_that_is_none_is_refused_with_the_nearest(given: str, nearest: st
     assert f"did you mean '{generation}:" in caught.value.remedy
     if given.count("x") > 0 and given.partition(":")[0] in TPUS:
         assert repr(nearest) in caught.value.remedy
+
+
+def test_an_accelerator_type_is_told_how_a_slice_is_named() -> None:
+    with pytest.raises(SpecError, match="GENERATION:TOPOLOGY, not 'v5p-8'"):
+        parse_slice("v5p-8")

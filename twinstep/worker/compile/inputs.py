@@ -21,7 +21,18 @@ def check_backend(backend: str, known: Sequence[str]) -> None:
         CompileError: it is none of `known`.
     """
     if backend not in known:
-        raise CompileError(f"no backend is called {backend!r}", remedy=f"use {', '.join(known)}")
+        means = _MEANS.get(str(backend).lower())
+        hint = f"{means}; " if means else ""
+        raise CompileError(f"no backend is called {backend!r}", remedy=f"{hint}use {', '.join(known)}")
+
+
+_MEANS = {
+    "gpu": "for a GPU: inductor, with the model on the device",
+    "cuda": "for a GPU: inductor, with the model on the device",
+    "tpu": "for a TPU: xla; to compile for one that is not here: twinstep.compile_ahead",
+    "jax": "JAX is how xla runs",
+    "torchax": "torchax is how xla runs",
+}
 
 
 def check_pieces(model: Any, optimizer: Any, backend: str, *, values: bool = True) -> None:

@@ -39,9 +39,15 @@ class Mesh:
 
     @classmethod
     def of(cls, axes: Mesh | Mapping[str, int], *, shard_bytes: int = SHARD_BYTES) -> Mesh:
-        """Return a mesh from names and lengths."""
+        """Return a mesh from names and lengths.
+
+        Raises:
+            CompileError: `axes` has none, two of a name, or one shorter than 1.
+        """
         if isinstance(axes, Mesh):
             return axes
+        if not isinstance(axes, Mapping):
+            raise CompileError(f"a mesh is names and lengths of axes, not {axes!r}", remedy='give {"data": 8}')
         return cls(tuple((str(name), int(size)) for name, size in axes.items()), shard_bytes)
 
     @property

@@ -103,9 +103,7 @@ class Runner(Inspectable):
         """
         leaves, spec = pytree.tree_flatten(batch)
         if spec != self.batch_spec:
-            raise CompileError(
-                "the batch's structure differs from the example's", remedy="give the fields the example had"
-            )
+            self._refuse_structure(batch)
         if batch_info(leaves) != self._batch_info or not all(is_plain(leaf, self._device) for leaf in leaves):
             self._refuse(batch)
         if self.check_finite:
@@ -123,14 +121,27 @@ class Runner(Inspectable):
             raise
         return self._kept.outputs.rebuild(outputs)
 
+    def _refuse_structure(self, batch: Any) -> None:
+        had = [path for path, _, _ in self.key.batch]
+        _, has, _ = batch_leaves(batch)
+        missing = [path for path in had if path not in has]
+        more = [path for path in has if path not in had]
+        told = [f"{what} {', '.join(paths[:5])}" for what, paths in (("lacks", missing), ("adds", more)) if paths]
+        raise CompileError(
+            f"the batch's structure differs from the example's: {' and '.join(told) or 'other containers or order'}",
+            remedy="give the fields the example had, or call the StepCompiler, which compiles again",
+        )
+
     def _refuse(self, batch: Any) -> None:
         leaves, paths, _ = batch_leaves(batch)
         check_devices(batch, self._device)
         for path, leaf, (_, shape, dtype) in zip(paths, leaves, self.key.batch, strict=True):
-            if tensor_info(path, leaf)[1:] != (shape, dtype):
+            given = tensor_info(path, leaf)[1:]
+            if given != (shape, dtype):
+                mend = "pad to the compiled shape" if given[0] != shape else f"cast it: .to(torch.{dtype})"
                 raise CompileError(
-                    f"batch leaf {path} is {list(leaf.shape)} {leaf.dtype}, compiled for {list(shape)} {dtype}",
-                    remedy="pad to the compiled shape, or call the StepCompiler, which compiles again",
+                    f"batch leaf {path} is {list(leaf.shape)} {given[1]}, compiled for {list(shape)} {dtype}",
+                    remedy=f"{mend}, or call the StepCompiler, which compiles again",
                 )
 
     def pull(self) -> None:

@@ -82,7 +82,7 @@ class StepCompiler:
         strategies: Sequence[Strategy | str] | None = None,
         mesh: Mesh | Mapping[str, int] | None = None,
         batch_dims: Mapping[str, int] | None = None,
-        cache_dir: Path | None = None,
+        cache_dir: str | Path | None = None,
         in_place: bool = True,
         ahead: bool = False,
         check_finite: bool = False,
@@ -111,13 +111,14 @@ class StepCompiler:
         self._on_event = on_event
         self._on_warning = on_warning
         self._max_runners = max_runners
-        self._cache_dir = cache_dir if in_place else None
+        self._cache_dir = Path(cache_dir) if cache_dir is not None and in_place else None
         self._in_place = in_place
         self._ahead = ahead
         self._check_finite = check_finite
         self._store: ProgramStore | None = None
-        if cache_dir is not None and in_place:
-            self._store = ProgramStore(cache_dir / "programs", max_bytes=cache_max_bytes, warn=self._cache_unusable)
+        if self._cache_dir is not None:
+            place = self._cache_dir / "programs"
+            self._store = ProgramStore(place, max_bytes=cache_max_bytes, warn=self._cache_unusable)
         self._runners: OrderedDict[CompileKey, Runner] = OrderedDict()
         self._last: CompileKey | None = None
         self._storm = StormWatch(max_compiles=storm[0], window=storm[1])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,11 +134,16 @@ def resolve(strategies: Sequence[Strategy | str] | None) -> dict[str, Strategy]:
     """Return strategies by name.
 
     Raises:
-        CompileError: a name that is none, one that wants settings given by name alone, or one given twice.
+        CompileError: no list, what is no strategy, one that wants settings given by name alone, or one given twice.
     """
+    if isinstance(strategies, str | Strategy):
+        raise CompileError(f"strategies is {strategies!r} alone", remedy="give a list: strategies=[…]")
     found: dict[str, Strategy] = {}
     for each in DEFAULT_STRATEGIES if strategies is None else strategies:
-        strategy = _by_name(each) if isinstance(each, str) else each
+        given = each.name if isinstance(each, type) and issubclass(each, Strategy) else each
+        strategy = _by_name(given) if isinstance(given, str) else given
+        if not isinstance(strategy, Strategy):
+            raise CompileError(f"{each!r} is no strategy", remedy=f"use one of {', '.join(STRATEGIES)}")
         if strategy.name in found:
             raise CompileError(f"strategy {strategy.name!r} is given twice", remedy="give it once")
         found[strategy.name] = strategy
@@ -147,7 +153,9 @@ def resolve(strategies: Sequence[Strategy | str] | None) -> dict[str, Strategy]:
 def _by_name(name: str) -> Strategy:
     kind = STRATEGIES.get(name)
     if kind is None:
-        raise CompileError(f"no strategy is called {name!r}", remedy=f"use one of {', '.join(STRATEGIES)}")
+        near = difflib.get_close_matches(name, STRATEGIES, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise CompileError(f"no strategy is called {name!r}", remedy=f"{meant}use one of {', '.join(STRATEGIES)}")
     wanted = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
     if wanted:
         raise CompileError(

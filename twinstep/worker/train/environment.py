@@ -56,7 +56,7 @@ def prepare_environment(spec: JobSpec) -> None:
     if spec.accelerator.kind != "cpu":
         raise SpecError(
             f"accelerator.kind is {spec.accelerator.kind}; this process trains on cpu",
-            remedy="accelerator: cpu",
+            remedy="accelerator: cpu; or render the job for a cluster: twinstep render SPEC",
         )
     # OpenMP threads that spin while they wait take the processor from those that work; on small shared machines that
     # made steps several times slower.

@@ -92,8 +92,8 @@ def _context(
     image = spec.kubernetes.image or default_image
     if image is None:
         raise _not_valid(
-            "kubernetes.image", "is required: this control plane has no image of its own", "null", "an image reference",
-            "image: REGISTRY/twinstep-worker@sha256:DIGEST",
+            "kubernetes.image", "is required: no image of the worker is set elsewhere", "null", "an image reference",
+            "image: REGISTRY/twinstep-worker@sha256:DIGEST, or twinstep render --image REF",
         )  # fmt: skip
     # The whole of the spec: two specs that share a name must not share objects.
     seed = f"{run_id}/{attempt}" if run_id else hashlib.sha256(spec.model_dump_json().encode()).hexdigest()

@@ -69,11 +69,15 @@ def parity(
         on_progress: called with what is done now and the steps that are complete.
 
     Raises:
-        CompileError: a backend cannot compile the step, or draws other random numbers than eager.
+        CompileError: no batches, a backend that cannot compile the step, or that draws other random numbers than eager.
     """
     unknown = [each for each in backends if each not in get_args(BackendName)]
     if unknown:
         raise CompileError(f"no backend is called {unknown[0]!r}", remedy=f"use {', '.join(get_args(BackendName))}")
+    if isinstance(batches, Mapping | torch.Tensor):
+        raise CompileError(
+            f"batches is a {type(batches).__name__}, which is one batch", remedy="give a list of batches: [batch]"
+        )
     examples = list(itertools.islice(batches, steps))
     if not examples:
         raise CompileError(
