@@ -9,6 +9,9 @@ from torch import Tensor
 
 from twinstep.worker.compile.capture import Captured
 
+Collect = Callable[[], list[Tensor]]
+"""Waits for a step that was started, and returns the user's outputs, flat; called once."""
+
 
 class Program(Protocol):
     """What a backend makes of a captured step."""
@@ -16,7 +19,8 @@ class Program(Protocol):
     from_cache: bool
     """Whether a cache answered, the backend's own included."""
 
-    def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]: ...
+    def start(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> Collect:
+        """Start one step; the next may be started before this one's outputs are asked for."""
 
     def text(self) -> str:
         """Return the program as text, as the backend has it."""

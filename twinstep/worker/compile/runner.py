@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.annotate import Spread
-from twinstep.worker.compile.capture import Captured, batch_leaves
+from twinstep.worker.compile.capture import Captured, OutputTree, batch_leaves
 from twinstep.worker.compile.inputs import check_devices, check_finite, device_of, is_plain
 from twinstep.worker.compile.inspection import Capture, Inspectable
 from twinstep.worker.compile.interrupt import uninterrupted
@@ -23,7 +24,33 @@ from twinstep.worker.compile.key import (
 )
 from twinstep.worker.compile.lifted import Lifted
 from twinstep.worker.compile.lookups import explain
+from twinstep.worker.compile.program import Collect
 from twinstep.worker.compile.standing import batch_info, standing
+
+
+class Pending:
+    """A step that was started."""
+
+    def __init__(self, collect: Collect, tree: OutputTree, told: Callable[[Exception], None]) -> None:
+        self._collect: Collect | None = collect
+        self._tree = tree
+        self._told = told
+        self._outputs: Any = None
+
+    def outputs(self) -> Any:
+        """Wait for the step and return its outputs, in the structure the user's function returned them in.
+
+        Raises:
+            CompileError: the step failed on the device; the state went with it.
+        """
+        if self._collect is not None:
+            collect, self._collect = self._collect, None
+            try:
+                self._outputs = self._tree.rebuild(collect())
+            except Exception as error:
+                self._told(error)
+                raise
+        return self._outputs
 
 
 class Runner(Inspectable):
@@ -98,6 +125,18 @@ class Runner(Inspectable):
         """Run one step on `batch`, for a caller that knows that model and optimizer are as they were.
 
         Raises:
+            CompileError, DataError: as `dispatch`.
+        """
+        with uninterrupted():
+            return self.dispatch(batch).outputs()
+
+    def dispatch(self, batch: Any) -> Pending:
+        """Start one step on `batch` without waiting for it, as `run` otherwise.
+
+        On XLA the device works while the host makes the next batch, or starts the next step; on a CPU Inductor's
+        program has run when this returns.
+
+        Raises:
             CompileError: the batch differs from the example in structure, shape or dtype; nothing was changed.
             DataError: an id names no row; nothing was changed.
         """
@@ -113,13 +152,17 @@ class Runner(Inspectable):
         if self._lifted.backend.wraps_indices:
             for lookup in self._kept.lookups:
                 lookup.check(paths[lookup.leaf], leaves[lookup.leaf])
+
+        def told(error: Exception) -> None:
+            explain(error, self._kept.lookups, paths, leaves)
+
         try:
             with uninterrupted():
-                outputs = self._program(self._lifted.state.learning_rates(), leaves)
+                collect = self._program.start(self._lifted.state.learning_rates(), leaves)
         except Exception as error:
-            explain(error, self._kept.lookups, paths, leaves)
+            told(error)
             raise
-        return self._kept.outputs.rebuild(outputs)
+        return Pending(collect, self._kept.outputs, told)
 
     def _refuse_structure(self, batch: Any) -> None:
         had = [path for path, _, _ in self.key.batch]

@@ -35,6 +35,7 @@ from twinstep.worker.compile.lower.fused_updates import Updates
 from twinstep.worker.compile.lower.inductor_code import load_code, save_code
 from twinstep.worker.compile.lower.inductor_pieces import Pieces, Schedule, split
 from twinstep.worker.compile.partition import copy_graph, fold
+from twinstep.worker.compile.program import Collect
 from twinstep.worker.compile.stages import place
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import FusedUpdate
@@ -233,8 +234,8 @@ class InductorProgram:
         """Return the code that Inductor wrote."""
         return "\n".join(str(getattr(code, "source_code", "") or "") for code in self.code.codes)
 
-    def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
-        """Run one step: update the live state, return the user's outputs, flat."""
+    def start(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> Collect:
+        """Run one step: update the live state. On a CPU it has run when this returns; on a GPU it is in its queue."""
         state = self._state.tensors()
         with torch.no_grad():
             results = self.code([*state, *rates, *batch, *self._constants])  # empties the list it is given
@@ -242,7 +243,8 @@ class InductorProgram:
                 torch._foreach_copy_([state[slot] for slot in self.plan.late], results[self.plan.num_outputs :])
             outputs = results[: self.plan.num_outputs - self.updates.num_gradients]
             self.updates(state, rates, results[len(outputs) : self.plan.num_outputs])
-        return [value.clone() if index in self.plan.shared else value for index, value in enumerate(outputs)]
+            own = [value.clone() if index in self.plan.shared else value for index, value in enumerate(outputs)]
+        return lambda: own
 
 
 def write_back(captured: Captured, *, in_place: bool = True) -> tuple[fx.GraphModule, WriteBack]:

@@ -33,6 +33,7 @@ from twinstep.worker.compile.lower.layout import Layout, Specs
 from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
 from twinstep.worker.compile.partition import folded
+from twinstep.worker.compile.program import Collect
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import Rematerialise
 
@@ -253,8 +254,8 @@ class XlaProgram:
         """Return the optimized HLO."""
         return str(self.compiled.as_text())
 
-    def __call__(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
-        """Run one step: replace the device's state, return the user's outputs, flat.
+    def start(self, rates: Sequence[Tensor], batch: Sequence[Tensor]) -> Collect:
+        """Start one step, which replaces the device's state; nothing waits for the device until outputs are wanted.
 
         Raises:
             DataError: an integer of the batch does not fit the 32 bits XLA programs hold it in.
@@ -269,12 +270,16 @@ class XlaProgram:
         backend.arrays, outputs, backend.key = self.compiled(
             backend.arrays, rate_arrays, batch_arrays, self._constants_now(), backend.key
         )
-        try:
-            return [_to_torch(array, dtype) for array, dtype in zip(outputs, self.dtypes, strict=True)]
-        except Exception:  # on the device, after the old state was given away: check_state says so from now on
-            for array in backend.arrays:
-                array.delete()
-            raise
+
+        def collect() -> list[Tensor]:
+            try:
+                return [_to_torch(array, dtype) for array, dtype in zip(outputs, self.dtypes, strict=True)]
+            except Exception:  # on the device, after the old state was given away: check_state says so from now on
+                for array in backend.arrays:
+                    array.delete()
+                raise
+
+        return collect
 
     def _constants_now(self) -> list[jax.Array]:
         """Return the constants on the device, brought there again where one was written to since."""
