@@ -55,9 +55,11 @@ class FoldLayers(Strategy):
     """Fewest equal layers that are folded."""
     min_nodes: int = 24
     """Fewest nodes of the graph that folding a run must leave out: calls of a small region cost more than they save."""
-    targets: tuple[str, ...] = ("inductor", "gpu", "tpu")
-    """Where: inductor, or XLA's platform. XLA compiles a layer for the CPU sooner than it does a loop over layers, and
-    runs the loop slower."""
+    targets: tuple[str, ...] = ("inductor", "gpu")
+    """Where: inductor, or XLA's platform (cpu, gpu, tpu). XLA compiles a layer for the CPU sooner than it does a loop
+    over layers, and runs the loop slower. For a TPU a loop moves more bytes, since what the backward pass needs, and
+    the parameters, are stacked: DLRMv3 of 5 layers for v5p:4x4x8 moves 6.9 GB a device folded and 5.2 GB unfolded, and
+    compiles in the same time (27 and 29 CPU seconds, quick)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,12 +30,13 @@ from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower import xla_attention_cpu
 from twinstep.worker.compile.lower.bags import BAGS
 from twinstep.worker.compile.lower.layout import Layout, Specs
+from twinstep.worker.compile.lower.tpu_graph import narrow
 from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
 from twinstep.worker.compile.partition import folded
 from twinstep.worker.compile.program import Collect
 from twinstep.worker.compile.state import TrainState
-from twinstep.worker.compile.strategies import Rematerialise
+from twinstep.worker.compile.strategies import FusedAttention, Rematerialise
 
 INT32 = torch.iinfo(torch.int32)
 
@@ -302,6 +303,8 @@ def as_jax(captured: Captured) -> Callable[..., Any]:
         key: jax.Array,
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
         graph = folded(captured, target_platform())
+        if target_platform() == "tpu" and captured.context.strategy(FusedAttention) is not None:
+            narrow(graph)
         with env.override_property(prng=key):
             results = list(JaxInterpreter(graph).run(*state, *rates, *batch, *constants))
             next_key = env.prng_key
