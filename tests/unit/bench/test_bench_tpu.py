@@ -49,14 +49,15 @@ def test_the_full_size_step_is_compiled_naively_and_by_us_and_both_ratios_are_gi
 
     monkeypatch.setattr(tpu, "compile_spec", compile_spec)
     found = tpu.run(say=lambda text: None)
-    assert asked[:2] == [("v5p:4x4x8", (), "full", 5, 1024), ("v5p:4x4x8", None, "full", 5, 1024)]
+    full = [("v5p:4x4x8", asks, "full", 5, 1024) for asks in ((), None)]
+    quick = [(topology, asks, "quick", *size) for topology, asks, _, *size in full]
+    assert asked[:4] == [*full, *quick]
     assert found["ratios"] == {
         "compile_s": 4.0,
         "bytes_accessed": 3.0,
-        "compile_s_unfolded": 4.0,
-        "bytes_accessed_unfolded": 3.0,
+        "compile_s_quick": 4.0,
+        "bytes_accessed_quick": 3.0,
     }
-    assert "fold_layers" not in asked[2][1]
     assert {
         "topology", "model", "engine", "compiled", "compile_s", "hbm_bytes", "optimal_seconds", "bytes_accessed",
         "collectives",

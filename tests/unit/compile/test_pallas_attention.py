@@ -77,6 +77,16 @@ def test_heads_that_fill_registers_are_read_where_they_are(small_blocks: None) -
     check(arrays(1, 140, 2, 128, 128, RULES[0], [136], [4]), RULES[0])
 
 
+@pytest.mark.parametrize("rule", [RULES[0], RULES[4]], ids=str)
+def test_totals_are_the_sums_of_the_gradients_over_a_rows_slots(rule: AttentionRule, small_blocks: None) -> None:
+    inputs = to_jax(arrays(2, 300, 2, 8, 16, rule, [296, 150], [4, 1]))
+    *grads, dq, dk, dv = backward(*inputs, rule, ALPHA, totals=True, interpret=True)
+    for grad, plain, total in zip(grads, backward(*inputs, rule, ALPHA, interpret=True), (dq, dk, dv), strict=True):
+        np.testing.assert_array_equal(grad, plain)
+        expected = np.asarray(grad, np.float64).sum(1)[:, :, None]
+        np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
 def test_half_precision_sums_in_float32() -> None:
     rule = RULES[0]
     inputs = [each.nan_to_num() for each in arrays(2, 40, 2, 8, 8, rule, [36, 20], [4, 2])]

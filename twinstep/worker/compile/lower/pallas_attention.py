@@ -152,8 +152,9 @@ def _forward_kernel(
 
 def _backward_kernel(
     prefix_ref: Any, targets_ref: Any, n_ref: Any, grad_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any,
-    dq_ref: Any, dk_ref: Any, dv_ref: Any, dq_sum: Any, dk_sum: Any, dv_sum: Any, *, walk: Walk,
+    dq_ref: Any, dk_ref: Any, dv_ref: Any, *rest: Any, walk: Walk,
 ) -> None:  # fmt: skip
+    *totals, dq_sum, dk_sum, dv_sum = rest
     b, j, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     prefix, targets = prefix_ref[b], targets_ref[b]
 
@@ -185,10 +186,22 @@ def _backward_kernel(
     def _() -> None:
         dk_ref[...] = (dk_sum[...] * (walk.alpha / n_ref[0])).astype(dk_ref.dtype)
         dv_ref[...] = (dv_sum[...] / n_ref[0]).astype(dv_ref.dtype)
+        if totals:
+            _, dk_total, dv_total = totals
+
+            @pl.when(j == 0)
+            def _() -> None:
+                dk_total[...] = jnp.zeros_like(dk_total)
+                dv_total[...] = jnp.zeros_like(dv_total)
+
+            dk_total[...] += jnp.sum(dk_sum[...], axis=0, keepdims=True) * (walk.alpha / n_ref[0])
+            dv_total[...] += jnp.sum(dv_sum[...], axis=0, keepdims=True) / n_ref[0]
 
     @pl.when((i == walk.num_blocks - 1) & (j == walk.num_blocks - 1))
     def _() -> None:
         dq_ref[...] = (dq_sum[: walk.num_slots, :] * (walk.alpha / n_ref[0])).astype(dq_ref.dtype)
+        if totals:
+            totals[0][...] = jnp.sum(dq_sum[...], axis=0, keepdims=True) * (walk.alpha / n_ref[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,13 +297,19 @@ def forward(
 
 def backward(
     grad_BSHV: jax.Array, q_BSHA: jax.Array, k_BSHA: jax.Array, v_BSHV: jax.Array, prefix_B: jax.Array,
-    targets_B: jax.Array, n: jax.Array, rule: AttentionRule, alpha: float, *, interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Return the gradients of q, k and v, zeros in slots without a token."""
+    targets_B: jax.Array, n: jax.Array, rule: AttentionRule, alpha: float, *, totals: bool = False,
+    interpret: Any = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Return the gradients of q, k and v, zeros in slots without a token.
+
+    With `totals` each one's sum over a row's slots too, [B, H, 1, A or V] float32: the kernel has them at hand, and
+    whoever adds the gradients up would read them again.
+    """
     B, S, H, A = q_BSHA.shape
     V = v_BSHV.shape[3]
     walk, heads = Walk(S, block_size(S), rule, alpha), _Heads.of(A, V)
     blocks, pairs, item = walk.num_blocks, _blocks_seen(walk), q_BSHA.dtype.itemsize
+    total_widths = (A, A, V) if totals else ()
 
     def of_queries(b: Any, j: Any, i: Any, prefix_ref: Any, targets_ref: Any, _: Any) -> Any:
         return jnp.where(walk.seen(i, j, prefix_ref[b], targets_ref[b]), i, blocks - 1)
@@ -316,6 +335,7 @@ def backward(
                 heads.spec(S, A, whole),
                 heads.spec(walk.block, A, of_keys),
                 heads.spec(walk.block, V, of_keys),
+                *(pl.BlockSpec((None, None, 1, width), lambda b, h, *_: (b, h, 0, 0)) for width in total_widths),
             ],
             scratch_shapes=[
                 pltpu.VMEM((blocks * walk.block, A), jnp.float32),
@@ -327,6 +347,7 @@ def backward(
             heads.shape(B, S, H, A, q_BSHA.dtype),
             heads.shape(B, S, H, A, k_BSHA.dtype),
             heads.shape(B, S, H, V, v_BSHV.dtype),
+            *(jax.ShapeDtypeStruct((B, H, 1, width), jnp.float32) for width in total_widths),  # type: ignore[no-untyped-call]
         ],
         compiler_params=_parameters(walk),
         cost_estimate=pl.CostEstimate(
@@ -338,8 +359,8 @@ def backward(
         name="hstu_attention_backward",
     )
     brought = map(heads.bring, (grad_BSHV, q_BSHA, k_BSHA, v_BSHV))
-    dq, dk, dv = call(*_scalars(prefix_B, targets_B, n, walk), *brought)
-    return heads.back(dq, H), heads.back(dk, H), heads.back(dv, H)
+    dq, dk, dv, *sums = call(*_scalars(prefix_B, targets_B, n, walk), *brought)
+    return heads.back(dq, H), heads.back(dk, H), heads.back(dv, H), *sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,24 +408,27 @@ def spread_forward(*arguments: Any) -> jax.Array:
     return out
 
 
-def spread_backward(*arguments: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def spread_backward(*arguments: Any, totals: bool = False) -> tuple[jax.Array, ...]:
     """`backward`, on each device's own rows within `over`."""
     *arrays, rule, alpha = arguments
-    run = functools.partial(backward, rule=rule, alpha=alpha)
-    dq, dk, dv = _on_each_device(run, arrays, num_wide=4, num_out=3)
-    return dq, dk, dv
+    run = functools.partial(backward, rule=rule, alpha=alpha, totals=totals)
+    found: tuple[jax.Array, ...] = _on_each_device(run, arrays, num_wide=4, num_out=3, totals=totals)
+    return found
 
 
-def _on_each_device(run: Callable[..., Any], arrays: list[jax.Array], *, num_wide: int, num_out: int | None) -> Any:
+def _on_each_device(
+    run: Callable[..., Any], arrays: list[jax.Array], *, num_wide: int, num_out: int | None, totals: bool = False
+) -> Any:
     spread = _Current.spread
     if spread is None:
         return run(*arrays)
     wide, lengths = _cut(spread, arrays[0].shape[0], arrays[0].shape[2])
     whole = PartitionSpec()  # type: ignore[no-untyped-call]
+    by_head = PartitionSpec(wide[0], wide[2])  # type: ignore[no-untyped-call]
     return jax.shard_map(
         run,
         mesh=spread.mesh,
         in_specs=(*[wide] * num_wide, lengths, lengths, whole),
-        out_specs=wide if num_out is None else (wide,) * num_out,
+        out_specs=wide if num_out is None else (wide,) * num_out + (by_head,) * (num_out if totals else 0),
         check_vma=False,
     )(*arrays)

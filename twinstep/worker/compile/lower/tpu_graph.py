@@ -6,19 +6,25 @@ order sums are taken:
 - A tall product that is read in parts, as STU's `x @ W` is for the gate, v, q and k, becomes one product per part. A
   fusion or kernel that reads a part of a wide tensor is handed the whole of it, or a copy.
 - The sum over the rows of joined parts (the gradient of that product's bias) becomes the join of each part's sum, which
-  the compiler takes where it makes the part.
+  the compiler takes where it makes the part, and attention's backward kernel where it makes gradients of q, k and v.
+- The dense gradient of a narrow table is handed on in the layout that the table has in memory.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import torch
 from jax.experimental.layout import Layout, with_layout_constraint
 from torch import fx
 
+from twinstep.worker.compile.lower import pallas_attention
 from twinstep.worker.compile.passes.edit import call
+from twinstep.worker.ops.hstu_attention import OPERATOR_BACKWARD, AttentionRule
 
 aten = torch.ops.aten
 
@@ -33,8 +39,9 @@ Part = tuple[fx.Node, int, int]
 
 
 def narrow(graph: fx.GraphModule) -> dict[str, int]:
-    """Rewrite `graph` in place; return how many products and sums were taken apart."""
+    """Rewrite `graph` in place; return how often each was changed."""
     found = {"products": _split_products(graph.graph), "sums": _split_sums(graph.graph)}
+    found["totals"] = _take_totals(graph.graph)
     found["tables"] = _lay_out_gradients(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
@@ -87,7 +94,7 @@ def _parts(whole: fx.Node) -> list[Part]:
 
 
 def _overlap(parts: Sequence[Part]) -> bool:
-    return any(later[1] < sooner[2] for sooner, later in zip(parts, parts[1:], strict=False))
+    return any(later[1] < sooner[2] for sooner, later in itertools.pairwise(parts))
 
 
 def _one_product(graph: fx.Graph, product: fx.Node, last: fx.Node, bias: fx.Node | None, part: Part) -> None:
@@ -116,6 +123,53 @@ def _split_sums(graph: fx.Graph) -> int:
             total.replace_all_uses_with(call(graph, aten.cat.default, sums, -1, like=total))
         changed += 1
     return changed
+
+
+def _take_totals(graph: fx.Graph) -> int:
+    """Let attention's backward kernel give the sums over all tokens that are taken of its gradients."""
+    changed = 0
+    for node in list(graph.find_nodes(op="call_function", target=OPERATOR_BACKWARD)):
+        sums = [(each, total) for each in node.users for total in _sums_over_tokens(each)]
+        if not sums:
+            continue
+        with graph.inserting_before(node):
+            made = graph.call_function(gradients_and_totals, node.args)
+        made.meta = dict(node.meta)
+        for each, total in sums:
+            with graph.inserting_before(total):
+                taken = graph.call_function(operator.getitem, (made, 3 + each.args[1]))  # type: ignore[operator]
+                taken.meta = {**total.meta, "val": total.meta["val"].flatten()}
+                total.replace_all_uses_with(
+                    call(graph, aten.view.default, taken, list(total.meta["val"].shape), like=total)
+                )
+            changed += 1
+        node.replace_all_uses_with(made)
+    return changed
+
+
+def _sums_over_tokens(gradient: fx.Node) -> list[fx.Node]:
+    """Return the sums over rows and slots of a gradient, [B, S, H, A], that views bring to [B · S, H · A]."""
+    found, waiting = [], [gradient]
+    B, S, H, A = gradient.meta["val"].shape
+    while waiting:
+        for user in waiting.pop().users:
+            if user.target is aten.view.default:
+                waiting.append(user)
+            elif user.target is aten.sum.dim_IntList and _over_tokens(user, (B * S, H * A)):
+                found.append(user)
+    return found
+
+
+def _over_tokens(total: fx.Node, shape: tuple[int, int]) -> bool:
+    summed, over, *_ = total.args
+    return over == [0] and not total.kwargs and summed.meta["val"].shape == shape  # type: ignore[union-attr]
+
+
+def gradients_and_totals(*args: Any) -> tuple[jax.Array, ...]:
+    """Return what `twinstep::hstu_attention_backward` gives, and the sums over rows and slots, [H · A or V]."""
+    arrays, (*rule, alpha) = args[:7], args[7:]
+    *grads, dq, dk, dv = pallas_attention.spread_backward(*arrays, AttentionRule(*rule), alpha, totals=True)
+    return *grads, *(each.sum(0).reshape(-1) for each in (dq, dk, dv))
 
 
 def _lay_out_gradients(graph: fx.Graph) -> int:
