@@ -83,11 +83,14 @@ def _parts(whole: fx.Node) -> list[Part]:
         if user.target is aten.split_with_sizes.default and user.args[2:] == (1,):
             start = 0
             for at, size in enumerate(user.args[1]):  # type: ignore[arg-type]
-                found += [(each, start, start + size) for each in user.users if each.args[1] == at]  # type: ignore[operator]
-                start += size  # type: ignore[operator]
+                found += [(each, start, start + size) for each in user.users if each.args[1] == at]
+                start += size
         elif user.target is aten.slice.Tensor and len(user.args) == 4 and user.args[1] == 1:
-            start, end = (min(each, width) for each in user.args[2:])  # type: ignore[type-var]
-            found.append((user, start, end))  # type: ignore[arg-type]
+            bounds: Any = user.args[2:]
+            start, end = (min(each + width if each < 0 else each, width) for each in bounds)
+            if not 0 <= start < end:
+                return []
+            found.append((user, start, end))
         else:
             return []
     return sorted(found, key=lambda part: part[1:])
@@ -137,7 +140,7 @@ def _take_totals(graph: fx.Graph) -> int:
         made.meta = dict(node.meta)
         for each, total in sums:
             with graph.inserting_before(total):
-                taken = graph.call_function(operator.getitem, (made, 3 + each.args[1]))  # type: ignore[operator]
+                taken = graph.call_function(operator.getitem, (made, 3 + each.args[1]))
                 taken.meta = {**total.meta, "val": total.meta["val"].flatten()}
                 total.replace_all_uses_with(
                     call(graph, aten.view.default, taken, list(total.meta["val"].shape), like=total)
@@ -186,12 +189,12 @@ def _lay_out_gradients(graph: fx.Graph) -> int:
         with graph.inserting_before(scatter.next):
             laid = graph.call_function(by_columns, (scatter,))
         laid.meta = dict(scatter.meta)
-        scatter.replace_all_uses_with(laid, delete_user_cb=lambda user, laid=laid: user is not laid)  # type: ignore[misc]
+        scatter.replace_all_uses_with(laid, delete_user_cb=lambda user, laid=laid: user is not laid)
         changed += 1
     return changed
 
 
 def by_columns(x: jax.Array) -> jax.Array:
     """Return `x`, [R, E], laid out column by column."""
-    laid: jax.Array = with_layout_constraint(x, Layout(major_to_minor=(1, 0)))
+    laid: jax.Array = with_layout_constraint(x, Layout(major_to_minor=(1, 0)))  # type: ignore[no-untyped-call]
     return laid

@@ -27,7 +27,7 @@ class Lowering:
 
     forward: Callable[..., jax.Array]
     """Called as `(q_BSHA, k_BSHA, v_BSHV, prefix_lengths_B, target_lengths_B, n, rule, alpha)`; gives [B, S, H, V]."""
-    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, ...]]
     """Called as `(grad_BSHV, q_BSHA, …)`, further as above; gives the gradients of q, k and v."""
     takes: Callable[[jax.Array, jax.Array], bool] = lambda q, v: True
     """Whether it can run on such a q and v; where not, the reference runs."""
@@ -96,7 +96,7 @@ def backward(
     targets: jax.Array,
     n: jax.Array,
     *options: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Lower `twinstep::hstu_attention_backward`."""
     *rule, alpha = options
     return _lowering(q, v).backward(grad, q, k, v, prefix, targets, n, AttentionRule(*rule), alpha)
