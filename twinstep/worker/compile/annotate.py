@@ -17,6 +17,7 @@ from twinstep.worker.compile.batch_labels import Dims, Label, Labels, leaf_dims
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.placement import Mesh, Placed, Placement, Spec, place
 from twinstep.worker.compile.stages import Stage, gradients, region, stage
+from twinstep.worker.compile.state import Slot
 
 aten = torch.ops.aten
 
@@ -178,7 +179,7 @@ class Inputs:
                 role="table" if slot.role == "parameter" and is_table(node) else slot.role,
                 shape=tuple(node.meta["val"].shape),
                 itemsize=node.meta["val"].element_size(),
-                of=slot.name.split("/", 2)[2] if slot.role == "optimizer" else "",
+                of=_owner(slot),
             )
             for slot, node in zip(captured.context.slots, state, strict=True)
         ]
@@ -186,6 +187,12 @@ class Inputs:
             placed.append(_leaf(path, node.meta["val"].shape, node.meta["val"].element_size(), dims[path]))
         seeds = {node: dims[path] for path, node in leaves.items()}
         return cls(tuple(state), tuple(rates), tuple(batch), tuple(placed), seeds, size)
+
+
+def _owner(slot: Slot) -> str:
+    """Return the parameter that a tensor of an optimizer, or a gradient, belongs to."""
+    cuts = {"optimizer": 2, "gradient": 1}.get(slot.role)
+    return slot.name.split("/", cuts)[cuts] if cuts else ""
 
 
 def _leaf(path: str, shape: Sequence[int], itemsize: int, dims: Dims) -> Placed:
@@ -241,6 +248,7 @@ _STATE_ROLES: Mapping[str, Role] = {
     "parameter": "parameter",
     "buffer": "buffer",
     "optimizer": "optimizer state",
+    "gradient": "gradient",
 }
 
 

@@ -31,6 +31,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from twinstep.spec.errors import CaptureError, CompileError
+from twinstep.worker.compile.accumulation import (
+    GradientsMatter,
+    Left,
+    leaves_some,
+    put_markers,
+    reads_markers,
+    told_apart,
+)
 from twinstep.worker.compile.inputs import check_leaf
 from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.copies import lift_constants
@@ -88,6 +96,10 @@ class Captured:
     context: PassContext
     changed: Mapping[str, int]
     """Nodes that each pass changed, by its name."""
+    from_none: bool = False
+    """Whether the step adds to gradients, of which there were none, and leaves none: it is right from none only."""
+    left: Left = ()
+    """What it leaves in the slots of gradients."""
 
     @property
     def text(self) -> str:
@@ -142,7 +154,7 @@ def capture(
         CaptureError: the step does what one graph cannot hold; the message names file and line.
     """
     leaves, paths, batch_spec = batch_leaves(batch)
-    flat_step = _FlatStep(train_step, state, optimizer, batch_spec)
+    flat_step = _FlatStep(train_step, state, optimizer, batch_spec, backend)
     example = _without_values([*state.tensors(), *state.learning_rates(), *leaves])
     context = PassContext(
         slots=tuple(state.slots),
@@ -179,6 +191,8 @@ def capture(
         example=(*example, *constants),
         context=context,
         changed=changed,
+        from_none=flat_step.from_none,
+        left=flat_step.left,
     )
 
 
@@ -211,13 +225,18 @@ class _FlatStep:
         state: TrainState,
         optimizer: Optimizer | Mapping[str, Optimizer] | None,
         batch_spec: pytree.TreeSpec,
+        backend: str,
     ) -> None:
         self.state = state
         self.outputs: OutputTree | None = None
-        self.old_gradients = True
-        """Whether `.grad` holds something when the step starts, as after a step before it."""
+        self.from_none = False
+        """Whether `.grad` is None when the step starts, not something as after a step before it."""
         self.leaves_none = False
         """Whether the step left every optimized parameter's `.grad` None."""
+        self.leaves_some = False
+        """Whether the step left gradients that no update took."""
+        self.left: Left = ()
+        self._backend = backend
         self.lines = _UserLines()
         self.gradients = Gradients()
         self._step, self._optimizer, self._batch_spec = train_step, optimizer, batch_spec
@@ -228,35 +247,42 @@ class _FlatStep:
         given = pytree.tree_unflatten(list(inputs[num_state + num_rates :]), self._batch_spec)
         model, optimizer = self.state.model, self._optimizer
         with self.state.swapped(tensors, rates) as swapped:
-            if self.old_gradients:
-                for parameter in swapped.optimized():
-                    parameter.grad = torch.empty_like(parameter)  # see _reads_old_gradients
+            no_slots = self.state.gradients is None
+            markers = put_markers(swapped.optimized()) if no_slots and not self.from_none else []
             self.gradients.watch([slot.name for slot in self.state.slots], swapped.parameters)
             with torch.set_grad_enabled(True), self.lines, python_as_it_was(model):
                 result = self._step(model, given) if optimizer is None else self._step(model, optimizer, given)
             self.outputs, flat = _split_outputs(result)
             self.leaves_none = all(parameter.grad is None for parameter in swapped.optimized())
+            self.leaves_some = leaves_some(markers)
+            self.left = tuple(gradient.left() for gradient in swapped.gradients)
             if not swapped.optimizers and any(parameter.grad is not None for parameter in swapped.parameters):
                 raise CaptureError(
                     "the step leaves gradients, and has no optimizer that takes them",
                     remedy="call optimizer.step() in the step too, once for several backward() if need be; to look at "
                     "gradients, return torch.autograd.grad(loss, parameters)",
                 )
-            return [*swapped.values(), *flat]
+            # XLA has no way but this to start from zeros again; elsewhere a new tensor does.
+            return [*swapped.values(zeroed=self._backend == "xla"), *flat]
 
 
 def _trace_step(flat_step: _FlatStep, example: list[Tensor], context: PassContext) -> fx.GraphModule:
     """Return the first trace, which may still mutate, without numbers that were read out of tensors."""
     first = _first_trace(flat_step, example)
-    if _reads_old_gradients(first, count=flat_step.state.num_optimized()):
-        if not flat_step.leaves_none:
-            raise CaptureError(
-                "the step adds to gradients of the step before it",
-                remedy="call optimizer.zero_grad() in the step, before backward()",
-            )
+    gradients = flat_step.state.gradients
+    if gradients is not None:
+        start = len(flat_step.state.slots) - len(gradients.parameters)
+        told = told_apart(first, tuple(gradients.parameters), start) - gradients.exact
+        if told:
+            raise GradientsMatter(told)
+    elif reads_markers(first, count=flat_step.state.num_optimized()):
+        if not flat_step.leaves_none or flat_step.state.holds_gradients():
+            raise GradientsMatter(always=not flat_step.leaves_none)
         # zero_grad() stands at the step's end: each step starts with none.
-        flat_step.old_gradients, flat_step.lines, flat_step.gradients = False, _UserLines(), Gradients()
+        flat_step.from_none, flat_step.lines, flat_step.gradients = True, _UserLines(), Gradients()
         first = _first_trace(flat_step, example)
+    elif flat_step.leaves_some:
+        raise GradientsMatter
     flat_step.lines.mark(first)
     flat_step.gradients.mark()
     run_passes(first, FIRST_TRACE_PASSES, context, functional=False)
@@ -397,20 +423,6 @@ def _refuse_writes_outside(graph: fx.GraphModule) -> None:
                     f"({node.target})",
                     remedy="make it a buffer of the model (register_buffer)",
                 )
-
-
-def _reads_old_gradients(graph: fx.GraphModule, *, count: int) -> bool:
-    """Say whether the step reads gradients of the step before: they are no part of the state.
-
-    The `.grad` of each optimized parameter starts as an `empty_like`, the first `count` of them in the graph; a step
-    may drop it or overwrite it with zeros, nothing else.
-    """
-    position = {node: index for index, node in enumerate(graph.graph.nodes)}
-    markers = [node for node in position if node.target is torch.ops.aten.empty_like.default][:count]
-    first_users = [min(node.users, key=position.__getitem__) for node in markers if node.users]
-    return any(
-        user.target not in (torch.ops.aten.zero_.default, torch.ops.aten.detach_.default) for user in first_users
-    )
 
 
 def _refuse_changed_state(graph: fx.GraphModule, state: TrainState, example: Sequence[Tensor]) -> None:

@@ -8,6 +8,7 @@ cannot be reached by name, a function looked up by a computed string, say, is no
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import enum
 import functools
@@ -190,7 +191,7 @@ class Reach:
         fixed = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, Tensor, nn.Module, Optimizer)
         if value is None or isinstance(value, (*_PLAIN, *fixed, enum.Enum)):
             return
-        if isinstance(value, list | dict | set) or not _by_name(type(value).__module__):
+        if isinstance(value, list | dict | set | types.SimpleNamespace | argparse.Namespace) or not _by_name(type(value).__module__):
             self._mutable.append((value, repr(plain(value))))
 
     def _class(self, kind: type, path: str) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from twinstep.worker.compile.accumulation import Left
 from twinstep.worker.compile.capture import Captured, OutputTree
 from twinstep.worker.compile.lookups import Lookup, lookups
 from twinstep.worker.compile.program import Program
@@ -38,6 +39,10 @@ class Kept:
     """Lookups by ids of the batch, whose range can be checked before a step and named after it failed."""
     paths: tuple[str | None, ...]
     """Where each constant is found that the step reads from elsewhere; None: the step made it."""
+    from_none: bool
+    """Whether it is right only where no gradients are there when it starts."""
+    left: Left
+    """What it leaves in the slots of gradients."""
 
     @classmethod
     def of(cls, captured: Captured, reached: Mapping[str, Tensor]) -> Kept:
@@ -52,6 +57,8 @@ class Kept:
                 paths.get(_place(each), "") if index in captured.live else None
                 for index, each in enumerate(captured.constants)
             ),
+            captured.from_none,
+            captured.left,
         )
 
     @property
@@ -88,7 +95,13 @@ def pack(kept: Kept, backend_parts: Mapping[str, bytes]) -> dict[str, bytes] | N
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             parts[f"constant/{index}"] = flat.view(torch.uint8).numpy().tobytes()
     parts["step"] = json.dumps(
-        {"nodes": kept.nodes, "constants": described, "lookups": [dataclasses.astuple(each) for each in kept.lookups]}
+        {
+            "nodes": kept.nodes,
+            "constants": described,
+            "lookups": [dataclasses.astuple(each) for each in kept.lookups],
+            "from_none": kept.from_none,
+            "left": kept.left,
+        }
     ).encode()
     return parts | {f"{BACKEND}{name}": part for name, part in backend_parts.items()}
 
@@ -114,6 +127,8 @@ def unpack(parts: Mapping[str, bytes], reached: Mapping[str, Tensor]) -> tuple[K
         constants=tuple(constants),
         lookups=tuple(Lookup(*each) for each in step["lookups"]),
         paths=tuple(path for path, *_ in step["constants"]),
+        from_none=step["from_none"],
+        left=tuple(step["left"]),
     )
     prefix = len(BACKEND)
     return kept, {name[prefix:]: part for name, part in parts.items() if name.startswith(BACKEND)}

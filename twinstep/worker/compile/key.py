@@ -137,8 +137,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def state_info(state: TrainState) -> tuple[TensorInfo, ...]:
     """Return what a key holds of the state."""
     found = []
+    absent = {f"gradient/{name}" for name in state.gradients.absent()} if state.gradients is not None else set()
     for slot, tensor in zip(state.slots, state.live(), strict=True):
         name, shape, kind = tensor_info(slot.path, tensor, frozen=slot.role == "parameter" and not tensor.requires_grad)
+        if slot.role == "gradient" and slot.name in absent:
+            kind += ", none"
         # Programs are made for one layout of memory.
         found.append((name, shape, kind if tensor.is_contiguous() else f"{kind}, strides {tensor.stride()}"))
     return tuple(found)

@@ -17,7 +17,7 @@ from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.inputs import check_pieces
 from twinstep.worker.compile.program import Backend
 from twinstep.worker.compile.state import Optimizers, TrainState, as_mapping
-from twinstep.worker.compile.up_to_date import keep_up_to_date, let_go
+from twinstep.worker.compile.up_to_date import let_go
 
 BackendName = Literal["inductor", "xla", "eager"]
 
@@ -40,11 +40,15 @@ class Lifted:
         in_place: bool,
         spread: Spread,
         values: bool = True,
+        gradients: frozenset[str] | None = None,
     ) -> Lifted:
-        """Lift the state, for a backend by name; without `values` it may be on the meta device, and nothing can run."""
+        """Lift the state, for a backend by name; without `values` it may be on the meta device, and nothing can run.
+
+        `gradients` is TrainState's.
+        """
         check_pieces(model, optimizer, name, values=values)
         let_go(model, as_mapping(optimizer).values())
-        state = TrainState(model, optimizer)
+        state = TrainState(model, optimizer, gradients)
         # Each backend's stack takes seconds to import, so only the one asked for is.
         with _loading(name):
             if name == "inductor":
@@ -55,7 +59,7 @@ class Lifted:
             return cls(state, InductorBackend(state, cache_dir=cache_dir and cache_dir / "inductor", in_place=in_place))
         place = cache_dir and cache_dir / "xla"
         backend = XlaBackend(state, cache_dir=place, in_place=in_place, spread=spread)
-        keep_up_to_date(model, state.optimizers.values(), backend)
+        backend.take_up()
         return cls(state, backend)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from twinstep.worker.compile.accumulation import Left
 from twinstep.worker.compile.capture import Captured
 
 Collect = Callable[[], list[Tensor]]
@@ -46,6 +47,9 @@ class Backend(Protocol):
     def pull(self) -> None: ...
 
     def push(self) -> None: ...
+
+    def leave_gradients(self, left: Left) -> None:
+        """Set what a step left in `.grad`."""
 
     def random_state(self) -> Tensor:
         """Return where random numbers stand, for a checkpoint."""

@@ -68,6 +68,7 @@ class Runner(Inspectable):
         key: CompileKey,
         batch_spec: pytree.TreeSpec,
         capture_again: Capture,
+        with_gradients: Callable[[Any], Runner],
         spread: Spread,
         seconds: float,
     ) -> None:
@@ -81,6 +82,8 @@ class Runner(Inspectable):
         self._lifted = lifted
         self._model = model
         self._capture_again = capture_again
+        self._with_gradients = with_gradients
+        self._absent = _absent(lifted)
         self._batch_info = tuple((shape, getattr(torch, dtype)) for _, shape, dtype in key.batch)
         self._standing = standing(lifted.state, model)
         self._device = device_of(lifted.state.live())
@@ -109,8 +112,17 @@ class Runner(Inspectable):
             CompileError: the batch, or the model and optimizer, differ from what this was compiled for; nothing was
                 changed.
         """
+        self._follow_gradients(batch)
         self._check_standing()
         return self.run(batch)
+
+    def _follow_gradients(self, batch: Any) -> None:
+        """Become the Runner for the gradients there are, where this one is for none (or for some); it is compiled."""
+        there = self._kept.from_none and self._lifted.state.holds_gradients()
+        if there or _absent(self._lifted) != self._absent:
+            finite = self.check_finite
+            vars(self).update(vars(self._with_gradients(batch)))
+            self.check_finite = finite
 
     def _check_standing(self) -> None:
         now = standing(self._lifted.state, self._model)
@@ -140,6 +152,7 @@ class Runner(Inspectable):
             CompileError: the batch differs from the example in structure, shape or dtype; nothing was changed.
             DataError: an id names no row; nothing was changed.
         """
+        self._follow_gradients(batch)
         leaves, spec = pytree.tree_flatten(batch)
         if spec != self.batch_spec:
             self._refuse_structure(batch)
@@ -159,6 +172,8 @@ class Runner(Inspectable):
         try:
             with uninterrupted():
                 collect = self._program.start(self._lifted.state.learning_rates(), leaves)
+                if self._kept.left:
+                    self._lifted.backend.leave_gradients(self._kept.left)
         except Exception as error:
             told(error)
             raise
@@ -194,3 +209,8 @@ class Runner(Inspectable):
     def push(self) -> None:
         """Take the state from the live model and optimizers, whatever was written to them and how (`.data` too)."""
         self._lifted.backend.push()
+
+
+def _absent(lifted: Lifted) -> frozenset[str]:
+    gradients = lifted.state.gradients
+    return frozenset() if gradients is None else gradients.absent()

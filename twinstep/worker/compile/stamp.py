@@ -43,7 +43,9 @@ class Stamp:
         self._entries = [_Same(list(optimizer.state.values())) for optimizer in self._optimizers]
         self._states = [optimizer.state for optimizer in self._optimizers]
         self._parameters = list(model.parameters())
-        self._tensors = state.live()
+        self._tensors = state.held()
+        self._state = state
+        self._gradients = None if state.gradients is None else state.gradients.look()
         shapes: Any = [list(each.shape) for each in self._tensors]
         strides: Any = [list(each.stride()) for each in self._tensors]
         make: Any = TensorGuards
@@ -60,6 +62,7 @@ class Stamp:
             and not any(map(_backward_hooks, self._parameters))
             and not any(map(_accumulate_hooks, self._parameters))
             and self._tensor_guard.check(*self._tensors)
+            and (self._state.gradients is None or self._state.gradients.look() == self._gradients)
             and self._group_lists.fresh()
             and all(_as_were(*each) for each in self._groups)
             and self._params.fresh()

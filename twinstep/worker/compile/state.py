@@ -21,6 +21,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
 from twinstep.spec.errors import CaptureError, CompileError
+from twinstep.worker.compile.accumulation import GradientInTrace, LiveGradients, trainable
 
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
@@ -29,9 +30,9 @@ Optimizers = Optimizer | Mapping[str, Optimizer] | None
 class Slot:
     """One tensor of the state."""
 
-    role: Literal["parameter", "buffer", "optimizer"]
+    role: Literal["parameter", "buffer", "optimizer", "gradient"]
     name: str
-    """`layers.0.weight`, or `dense/exp_avg/layers.0.weight` for an optimizer's tensor."""
+    """`layers.0.weight`; `dense/exp_avg/layers.0.weight` of an optimizer; `gradient/layers.0.weight` of a `.grad`."""
 
     @functools.cached_property
     def path(self) -> str:
@@ -52,11 +53,17 @@ class TrainState:
     Creating one fills in state that optimizers make lazily at their first step (momentum buffers, step counts);
     values are those that eager PyTorch would start its first step from.
 
+    Args:
+        model: the module.
+        optimizer: one, several by name, or None.
+        gradients: whether `.grad` of optimized parameters is part of the state, None: it is not; else names of those
+            where a program is made for a gradient of None, or for a tensor.
+
     Raises:
         CompileError: an optimizer holds a parameter that is not the model's, or state that is not a tensor.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizers) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizers, gradients: frozenset[str] | None = None) -> None:
         self.model = model
         self.optimizers = as_mapping(optimizer)
         self._parameters = dict(model.named_parameters())
@@ -66,10 +73,19 @@ class TrainState:
         for key, each in self.optimizers.items():
             self._check_owned(key, each)
             materialise(key, each)
+        self._optimized = trainable(self._groups(), self._names)
+        self.gradients = None if gradients is None else LiveGradients(self._optimized, gradients)
         self.slots = tuple(self._find_slots())
         self._check_apart()
         self._structure = self._find_structure()
         self._made_for = self.hyperparameters()
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return itertools.chain.from_iterable(each.param_groups for each in self.optimizers.values())
+
+    def holds_gradients(self) -> bool:
+        """Say whether an optimized parameter's `.grad` is a tensor now."""
+        return any(parameter.grad is not None for parameter in self._optimized.values())
 
     def _check_owned(self, key: str, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -142,6 +158,9 @@ class TrainState:
             yield Slot("buffer", name)
         for key, parameter, entry in self._optimizer_entries():
             yield Slot("optimizer", f"{key}/{entry}/{self._names[id(parameter)]}")
+        if self.gradients is not None:
+            for name in self.gradients.parameters:
+                yield Slot("gradient", f"gradient/{name}")
 
     def _optimizer_entries(self) -> Iterator[tuple[str, nn.Parameter, str]]:
         for key, optimizer in self.optimizers.items():
@@ -152,6 +171,13 @@ class TrainState:
 
     def live(self) -> list[Tensor]:
         """Return the very tensors that model and optimizers hold now, in the order of `slots`."""
+        return [*self.held(), *self._live_gradients()]
+
+    def _live_gradients(self) -> list[Tensor]:
+        return [] if self.gradients is None else self.gradients.live()
+
+    def held(self) -> list[Tensor]:
+        """Return `live` without gradients, which come and go."""
         found: list[Tensor] = [*self._parameters.values(), *self.model.buffers()]
         for key, parameter, entry in self._optimizer_entries():
             found.append(self.optimizers[key].state[parameter][entry])
@@ -163,6 +189,7 @@ class TrainState:
         parameters = dict(self.model.named_parameters())
         found: list[Tensor] = [*parameters.values(), *self.model.buffers()]
         found += [self.optimizers[key].state[parameter][entry] for key, parameter, entry in self._optimizer_entries()]
+        found += self._live_gradients()
         return dict(zip(paths, found, strict=True)) if len(paths) == len(found) else {}
 
     def tensors(self) -> list[Tensor]:
@@ -217,7 +244,13 @@ class TrainState:
             entries: list[tuple[Optimizer, Tensor, str]] = []
             for optimizer in self.optimizers.values():
                 entries += stack.enter_context(_swapped_optimizer(optimizer, self._names, named, rest, rates))
-            swapped = SwappedState(self.model, leaves, tuple(self._buffers), tuple(self.optimizers.values()), entries)
+            swapped = SwappedState(
+                self.model, leaves, tuple(self._buffers), tuple(self.optimizers.values()), entries, []
+            )
+            if self.gradients is not None:
+                absent = self.gradients.absent()
+                for name, given in zip(self.gradients.parameters, rest, strict=True):
+                    swapped.gradients.append(GradientInTrace.put(named[name], given, absent=name in absent))
             groups = self._group_settings()
             yield swapped
             self._check_groups(groups)
@@ -249,6 +282,7 @@ class SwappedState:
     buffer_names: tuple[str, ...]
     optimizers: tuple[Optimizer, ...]
     entries: list[tuple[Optimizer, Tensor, str]]
+    gradients: list[GradientInTrace]
 
     def optimized(self) -> list[Tensor]:
         """Return the trainable parameters that an optimizer holds."""
@@ -260,11 +294,16 @@ class SwappedState:
             if parameter.requires_grad
         ]
 
-    def values(self) -> list[Tensor]:
-        """Return the tensors in the order of the state's slots, as they are now."""
+    def values(self, *, zeroed: bool) -> list[Tensor]:
+        """Return the tensors in the order of the state's slots, as they are now.
+
+        Args:
+            zeroed: zeros for gradients that are None now; else these slots keep what they had.
+        """
         found = [parameter.detach() for parameter in self.parameters]
         found += [self.model.get_buffer(name).detach() for name in self.buffer_names]
         found += [optimizer.state[parameter][entry] for optimizer, parameter, entry in self.entries]
+        found += [gradient.value(zeroed=zeroed) for gradient in self.gradients]
         return found
 
 

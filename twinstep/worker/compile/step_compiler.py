@@ -7,6 +7,7 @@ compiler.pull()                # before reading parameters (state_dict() does so
 
 from __future__ import annotations
 
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from twinstep.spec.errors import CompileError
+from twinstep.worker.compile.accumulation import GradientsMatter
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
@@ -121,6 +123,8 @@ class StepCompiler:
             self._store = ProgramStore(place, max_bytes=cache_max_bytes, warn=self._cache_unusable)
         self._runners: OrderedDict[CompileKey, Runner] = OrderedDict()
         self._last: CompileKey | None = None
+        self._gradients: frozenset[str] | None = None
+        """What TrainState is told of gradients; a capture finds that they matter."""
         self._storm = StormWatch(max_compiles=storm[0], window=storm[1])
         self.backend_name = backend
         self.compile_seconds = 0.0
@@ -163,7 +167,11 @@ class StepCompiler:
             self._stamp = None
         lifted = self._lift_again_where_outdated()
         key = self.key(batch, sizes=sizes)
-        runner = self._found(self._runners[key]) if key in self._runners else self._new(key, batch, lifted)
+        try:
+            runner = self._found(self._runners[key]) if key in self._runners else self._new(key, batch, lifted)
+        except GradientsMatter as found:
+            self._take_gradients(found)
+            return self.runner(batch, sizes=sizes)
         if self._stamp is None:
             self._stamp = Stamp(lifted.state, self._model, self._reach)
         self._known[look] = runner
@@ -185,7 +193,7 @@ class StepCompiler:
         seconds = time.perf_counter() - started
         spec = pytree.tree_structure(batch)
         again = self._capture_like(batch, lifted)
-        runner = Runner(made, lifted, self._model, key, spec, again, self._spread, seconds)
+        runner = Runner(made, lifted, self._model, key, spec, again, self._with_gradients, self._spread, seconds)
         runner.check_finite = self._check_finite
         event = CompileEvent(
             name="compiled" if self._last is None else "recompiled",
@@ -218,7 +226,12 @@ class StepCompiler:
         with self._store.lock(key.text):
             made = self._from_disk(self._store, key, lifted)  # whoever had the lock may have made it
             if made is None:
-                made = self._compile(batch, lifted)
+                try:
+                    made = self._compile(batch, lifted)
+                except GradientsMatter as found:
+                    if found.always:  # the next process need not trace to find that out
+                        self._store.put(key.text, {_GRADIENTS: json.dumps(sorted(found.exact)).encode()})
+                    raise
                 parts = lifted.backend.save(made.program) if made.kept.storable else None
                 entry = None if parts is None else pack(made.kept, parts)
                 if entry is not None:
@@ -229,6 +242,8 @@ class StepCompiler:
         parts = store.get(key.text)
         if parts is None:
             return None
+        if _GRADIENTS in parts:
+            raise GradientsMatter(frozenset(json.loads(parts[_GRADIENTS])))
         try:
             found = unpack(parts, self._reach.tensors)
             if found is None:
@@ -278,10 +293,15 @@ class StepCompiler:
         lifted = self._lift_again_where_outdated()
         key = self.key(batch, sizes=sizes)
         self._spread.check({path: shape for path, shape, _ in key.batch})
+        try:
+            captured = self._capture(batch, lifted)
+        except GradientsMatter as found:
+            self._take_gradients(found)
+            return self.look(batch, sizes=sizes)
         again = self._capture_like(batch, lifted)
         return Look(
             key,
-            self._capture(batch, lifted),
+            captured,
             self._spread,
             again,
             lambda: self.runner(batch, sizes=sizes).program_text(),
@@ -333,13 +353,28 @@ class StepCompiler:
         if not lifted.state.outdated() and lifted.state.settings_changed():
             lifted.backend.pull()  # making state writes to parameters, what they hold now
             lifted.state.make_missing()
-        if lifted.state.outdated():
-            lifted.backend.pull()
-            self._runners.clear()
-            before, lifted = lifted, self._lift()
-            lifted.backend.go_on_from(before.backend)
-            self._lifted = lifted
+        return self._lift_again() if lifted.state.outdated() else lifted
+
+    def _lift_again(self) -> Lifted:
+        before = self._need_lifted()
+        before.backend.pull()
+        self._runners.clear()
+        self._known.clear()
+        self._stamp = None
+        self._lifted = lifted = self._lift()
+        lifted.backend.go_on_from(before.backend)
         return lifted
+
+    def _take_gradients(self, found: GradientsMatter) -> None:
+        """Make gradients part of the state, from now on for every program of this compiler."""
+        self._gradients = (self._gradients or frozenset()) | found.exact
+        self._lift_again()
+
+    def _with_gradients(self, batch: Any) -> Runner:
+        """Return the Runner for batches like `batch` that goes on from the gradients there are."""
+        if self._gradients is None:
+            self._take_gradients(GradientsMatter())
+        return self.runner(batch)
 
     def _lift(self) -> Lifted:
         return Lifted.of(
@@ -350,6 +385,7 @@ class StepCompiler:
             in_place=self._in_place,
             spread=self._spread,
             values=not self._ahead,
+            gradients=self._gradients,
         )
 
     @property
@@ -374,4 +410,6 @@ class StepCompiler:
             self._on_warning(CompileWarning(name="cache_unusable", text=f"{problem}; steps are compiled without it"))
 
 
+_GRADIENTS = "gradients"
+"""The one part of an entry that says: the step wants slots for gradients, and there is no program without them."""
 _STACK = {"inductor": ("torch",), "xla": ("torch", "torchax", "jax", "jaxlib"), "eager": ("torch",)}

@@ -1,7 +1,7 @@
 """`state_dict()` of a live model and its optimizers is right at any moment, wherever a backend holds the state.
 
 Both have hooks that run before their state is read; ours brings the state back first, if steps have run since. A model
-has one holder at a time: where a second compiler takes it up, the first brings back what it has.
+has one holder at a time: where another compiler takes it up, or runs a step, the one before brings back what it has.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ class BringBack:
         if self._backend is not None:
             self._backend.pull()
 
+    def let_go(self) -> None:
+        """Bring the state back, for another to hold."""
+        self()
+        if self._backend is not None:
+            self._backend.holds = False
+
     def __deepcopy__(self, _: Any) -> BringBack:
         return BringBack()
 
@@ -36,7 +42,7 @@ def let_go(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Bring back what another holder of this model's state has, and forget it."""
     for hooks in _hooks(model, optimizers):
         for key in [key for key, hook in hooks.items() if isinstance(hook, BringBack)]:
-            hooks.pop(key)()
+            hooks.pop(key).let_go()
 
 
 def keep_up_to_date(model: nn.Module, optimizers: Iterable[Optimizer], backend: Any) -> None:

@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from twinstep.spec.errors import CompileError
+from twinstep.worker.compile.accumulation import Left
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lookups import written_too_soon
 from twinstep.worker.compile.lower import bags
@@ -131,6 +132,11 @@ class InductorBackend:
 
     def push(self) -> None:
         """Do nothing: the live tensors are the state."""
+
+    def leave_gradients(self, left: Left) -> None:
+        """Set what a step left in `.grad`: its tensors were written in place."""
+        if self._state.gradients is not None:
+            self._state.gradients.leave(left)
 
     def random_state(self) -> Tensor:
         """Return the state of torch's own generator: programs draw from it."""

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions, get_decompositions
 
 from twinstep.spec.errors import CompileError, DataError
+from twinstep.worker.compile.accumulation import Left
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower import xla_attention_cpu
@@ -37,6 +38,7 @@ from twinstep.worker.compile.partition import folded
 from twinstep.worker.compile.program import Collect
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import FusedAttention, Rematerialise
+from twinstep.worker.compile.up_to_date import keep_up_to_date, let_go
 
 INT32 = torch.iinfo(torch.int32)
 
@@ -72,6 +74,8 @@ class XlaBackend:
         self._cache_dir = cache_dir
         self.ahead = False
         """Whether steps have run since the last push or pull."""
+        self.holds = False
+        """Whether `state_dict()` asks this one, and no other compiler over the same model."""
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """Return those of `decompositions`."""
@@ -163,6 +167,21 @@ class XlaBackend:
             return
         self.arrays = self.layout.put(map(_to_jax, self._live.tensors()), self.layout.state)
         self._note()
+
+    def leave_gradients(self, left: Left) -> None:
+        """Set which `.grad` are None after a step; their numbers are here until a pull."""
+        gradients = self._live.gradients
+        if gradients is not None:
+            gradients.leave(left)
+            start = len(self._seen) - len(left)
+            self._seen[start:] = [(tensor, tensor._version) for tensor in gradients.live()]
+
+    def take_up(self) -> None:
+        """Become the holder of the state of model and optimizers: another brings back what it has."""
+        if not self.holds:
+            let_go(self._live.model, self._live.optimizers.values())
+            keep_up_to_date(self._live.model, self._live.optimizers.values(), self)
+            self.holds = True
 
     def random_state(self) -> Tensor:
         """Return the random key's two numbers, int64 [2]."""
@@ -263,6 +282,7 @@ class XlaProgram:
         """
         backend = self._backend
         backend.check_state()
+        backend.take_up()
         backend.push_written()
         backend.ahead = True
         layout = backend.layout
