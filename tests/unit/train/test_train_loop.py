@@ -142,7 +142,7 @@ def test_a_wish_that_comes_as_a_compile_begins_ends_the_run_there() -> None:
 def test_a_compile_that_fails_leaves_the_end_of_the_run_to_the_loop(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise error
 
     notes, stop = Notes(), StopSignal()

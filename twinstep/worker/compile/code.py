@@ -191,7 +191,9 @@ class Reach:
         fixed = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, Tensor, nn.Module, Optimizer)
         if value is None or isinstance(value, (*_PLAIN, *fixed, enum.Enum)):
             return
-        if isinstance(value, list | dict | set | types.SimpleNamespace | argparse.Namespace) or not _by_name(type(value).__module__):
+        if isinstance(value, list | dict | set | types.SimpleNamespace | argparse.Namespace) or not _by_name(
+            type(value).__module__
+        ):
             self._mutable.append((value, repr(plain(value))))
 
     def _class(self, kind: type, path: str) -> None:
