@@ -130,3 +130,21 @@ def test_the_backend_does_not_undo_the_saving(target: Any, measure: Any, saved: 
     if target == "inductor":
         said = runner.captured.context.notes["rematerialise"]["peak bytes after"]
         assert peaks[1] == pytest.approx(said, rel=0.2)
+
+
+class Scorer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.body = nn.Embedding(20_000, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.items(x))
+
+
+def test_a_table_whose_rows_are_written_in_place_is_state_and_takes_none_of_the_budget() -> None:
+    model = Scorer()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    strategies = ["sparse_embedding", Rematerialise(budget_bytes=1 << 30)]
+    compiler = StepCompiler(step, model, optimizer, backend="xla", strategies=strategies)
+    notes = compiler.look(torch.arange(64)).captured.context.notes["rematerialise"]
+    assert notes["peak bytes before"] < model.items.weight.nbytes / 10

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from twinstep.worker.ops.barrier import BARRIER
+from twinstep.worker.ops.rows import WRITE_ROWS
 
 aten = torch.ops.aten
 
@@ -83,7 +84,8 @@ def peak(graph: fx.Graph) -> tuple[int, list[fx.Node]]:
     live: dict[fx.Node, int] = {}
     now, most, there = 0, 0, []
     for index, node in enumerate(nodes):
-        if node.op == "call_function" and owner(node) is node:
+        # Rows are written where the table lies, which is state.
+        if node.op == "call_function" and owner(node) is node and node.target is not WRITE_ROWS:
             live[node] = num_bytes(node)
             now += live[node]
             ends.setdefault(last.get(node, index), []).append(node)
