@@ -117,10 +117,7 @@ class StepCompiler:
         self._in_place = in_place
         self._ahead = ahead
         self._check_finite = check_finite
-        self._store: ProgramStore | None = None
-        if self._cache_dir is not None:
-            place = self._cache_dir / "programs"
-            self._store = ProgramStore(place, max_bytes=cache_max_bytes, warn=self._cache_unusable)
+        self._store = self._open_store(cache_max_bytes)
         self._runners: OrderedDict[CompileKey, Runner] = OrderedDict()
         self._last: CompileKey | None = None
         self._gradients: frozenset[str] | None = None
@@ -404,6 +401,11 @@ class StepCompiler:
         while len(self._runners) > self._max_runners:
             _, gone = self._runners.popitem(last=False)
             self._known = {look: each for look, each in self._known.items() if each is not gone}
+
+    def _open_store(self, max_bytes: int) -> ProgramStore | None:
+        if self._cache_dir is None:
+            return None
+        return ProgramStore(self._cache_dir / "programs", max_bytes=max_bytes, warn=self._cache_unusable)
 
     def _cache_unusable(self, problem: str) -> None:
         if self._on_warning:
