@@ -87,7 +87,9 @@ def compile_ahead(
         str | None,
         typer.Option("--topology", metavar="SLICE", help="A TPU slice, v5p:4x4x8; else the spec's accelerator."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Spend a quarter of the time on faster code.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Ask sooner, for slower code; bytes moved then count differently.")
+    ] = False,
     as_json: JsonOpt = False,
 ) -> int:
     """Compile a spec's step for a TPU slice, without a TPU: memory, traffic, collectives, seconds."""

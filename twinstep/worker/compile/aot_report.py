@@ -10,8 +10,9 @@ from typing import Any, Literal
 from twinstep.worker.compile.hlo import Collective
 
 Effort = Literal["quick", "full"]
-"""How long the TPU compiler may look for fast code. Memory, collectives and traffic come out alike; `quick` takes about
-a quarter of the time, and is for asking; `full` is for what is going to run."""
+"""How long the TPU compiler may look for fast code. `quick` takes about half of the time, and is for asking;
+`full` is for what is going to run. Collectives come out alike, and memory nearly; bytes accessed do not: at full effort
+the compiler brings values into the chip's fast memory ahead of their use, and counts that too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,8 @@ class AotReport:
     """Tensors of the state whose rows are spread over the devices; all others are on each of them."""
     flops: float
     bytes_accessed: float
-    """Bytes read and written by all operations. A loop's body counts as often as it turns."""
+    """Bytes read and written by all operations, in the chip's fast memory too; only reports of one effort compare. A
+    loop's body counts as often as it turns."""
     optimal_seconds: float | None
     """The compiler's lower bound for a step's time; None where it gives none."""
     unestimated: int

@@ -295,6 +295,16 @@ def forward(
     return heads.back(out, H)
 
 
+def _backward_cost(walk: Walk, rows: int, A: int, V: int, item: int) -> pl.CostEstimate:
+    """Return what the backward kernel costs for this many rows of one head."""
+    pairs, S = _blocks_seen(walk), walk.num_slots
+    return pl.CostEstimate(
+        flops=2 * rows * pairs * walk.block**2 * (3 * A + 2 * V),
+        transcendentals=rows * pairs * walk.block**2,
+        bytes_accessed=rows * item * (S * (3 * A + 2 * V) + min(pairs * walk.block, walk.num_blocks * S) * (A + V)),
+    )
+
+
 def backward(
     grad_BSHV: jax.Array, q_BSHA: jax.Array, k_BSHA: jax.Array, v_BSHV: jax.Array, prefix_B: jax.Array,
     targets_B: jax.Array, n: jax.Array, rule: AttentionRule, alpha: float, *, totals: bool = False,
@@ -308,7 +318,7 @@ def backward(
     B, S, H, A = q_BSHA.shape
     V = v_BSHV.shape[3]
     walk, heads = Walk(S, block_size(S), rule, alpha), _Heads.of(A, V)
-    blocks, pairs, item = walk.num_blocks, _blocks_seen(walk), q_BSHA.dtype.itemsize
+    blocks = walk.num_blocks
     total_widths = (A, A, V) if totals else ()
 
     def of_queries(b: Any, j: Any, i: Any, prefix_ref: Any, targets_ref: Any, _: Any) -> Any:
@@ -350,11 +360,7 @@ def backward(
             *(jax.ShapeDtypeStruct((B, H, 1, width), jnp.float32) for width in total_widths),  # type: ignore[no-untyped-call]
         ],
         compiler_params=_parameters(walk),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * B * H * pairs * walk.block**2 * (3 * A + 2 * V),
-            transcendentals=B * H * pairs * walk.block**2,
-            bytes_accessed=B * H * item * (S * (3 * A + 2 * V) + min(pairs * walk.block, blocks * S) * (A + V)),
-        ),
+        cost_estimate=_backward_cost(walk, B * H, A, V, q_BSHA.dtype.itemsize),
         interpret=interpret,
         name="hstu_attention_backward",
     )
