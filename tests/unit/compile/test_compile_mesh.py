@@ -48,11 +48,23 @@ def test_tables_and_their_state_are_split_by_rows_and_never_gathered(found: dict
     assert not any("4096" in shape for shapes in sizes.values() for shape in shapes), sizes
 
 
-def test_rows_that_do_not_divide_stay_whole_and_explain_says_so(found: dict[str, Any]) -> None:
-    assert found["specs"]["odd.weight"] in ("P(None, None)", "P()")
-    assert "odd.weight is on every device: 4097 rows do not divide by 8; 7 more would" in found["explained"]
+def test_rows_that_do_not_divide_are_padded_and_explain_says_so(found: dict[str, Any]) -> None:
+    assert found["specs"]["odd.weight"] == "P('data', None)"
+    assert found["specs"]["tables/sum/odd.weight"] == "P('data', None)"
+    assert found["rows"]["odd.weight"] == found["rows"]["tables/sum/odd.weight"] == 4104
+    assert "odd.weight is padded by 7 rows, so that 8 divide them" in found["explained"]
     assert "placement on data 8" in found["explained"]
     assert "all-reduce (sum)" in found["explained"]
+
+
+def test_a_table_that_is_read_whole_is_not_padded_and_explain_says_so(found: dict[str, Any]) -> None:
+    assert found["specs"]["read_whole.weight"] in ("P(None, None)", "P()")
+    assert found["rows"]["read_whole.weight"] == 4095
+    assert "read_whole.weight is on every device: 4095 rows do not divide by 8" in found["explained"]
+
+
+def test_a_step_that_reads_a_padded_table_whole_sees_no_row_that_was_added(found: dict[str, Any]) -> None:
+    assert found["other_program"] <= 1e-5
 
 
 def test_what_a_mesh_cannot_do_is_refused_before_anything_changes(found: dict[str, Any]) -> None:

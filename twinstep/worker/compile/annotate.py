@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from twinstep.worker.compile.batch_dims import FACTORIES, follow
 from twinstep.worker.compile.batch_labels import Dims, Label, Labels, leaf_dims
 from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.padding import by_rows
 from twinstep.worker.compile.placement import Mesh, Placed, Placement, Spec, place
 from twinstep.worker.compile.stages import Stage, gradients, region, stage
 from twinstep.worker.compile.state import Slot
@@ -180,8 +181,11 @@ class Inputs:
                 shape=tuple(node.meta["val"].shape),
                 itemsize=node.meta["val"].element_size(),
                 of=_owner(slot),
+                by_rows=rows_only,
             )
-            for slot, node in zip(captured.context.slots, state, strict=True)
+            for slot, node, rows_only in zip(
+                captured.context.slots, state, by_rows(captured.graph, captured.num_state), strict=True
+            )
         ]
         for path, node in leaves.items():
             placed.append(_leaf(path, node.meta["val"].shape, node.meta["val"].element_size(), dims[path]))

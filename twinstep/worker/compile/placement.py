@@ -80,6 +80,8 @@ class Placed:
     """Name of the parameter that a tensor of an optimizer belongs to."""
     batch_dim: int | None = None
     """Position of a batch leaf's batch dimension; None: it has none."""
+    by_rows: bool = False
+    """Whether it may be held with rows added at its end, which nothing sees."""
 
     @property
     def bytes(self) -> int:
@@ -93,7 +95,9 @@ class Placement:
 
     specs: tuple[Spec, ...]
     notes: tuple[str, ...]
-    """Tables that are on every device although they are large, and why."""
+    """Tables that are padded, or are on every device although they are large, and why."""
+    extra: tuple[int, ...] = ()
+    """Rows that are added to each, so that the devices divide them."""
 
 
 def place(inputs: Sequence[Placed], mesh: Mesh) -> Placement:
@@ -111,25 +115,35 @@ def place(inputs: Sequence[Placed], mesh: Mesh) -> Placement:
     split: dict[str, int] = {}
     for each in inputs:
         if each.role == "table" and mesh.size > 1 and each.bytes >= mesh.shard_bytes:
-            if each.shape[0] % mesh.size == 0:
+            short = -each.shape[0] % mesh.size
+            whole_group = [other for other in inputs if _of_table(other, each)]
+            if not short or all(other.by_rows for other in whole_group):
                 split[each.name] = each.shape[0]
+                if short:
+                    notes.append(f"{each.name} is padded by {short} rows, so that {mesh.size} divide them")
             else:
-                short = -each.shape[0] % mesh.size
                 notes.append(
-                    f"{each.name} is on every device: {each.shape[0]} rows do not divide by {mesh.size}; "
-                    f"{short} more would"
+                    f"{each.name} is on every device: {each.shape[0]} rows do not divide by {mesh.size}, "
+                    f"and the step does more than look up and update some of them; {short} more rows would"
                 )
 
     def spec(each: Placed) -> Spec:
         whole: Spec = (None,) * len(each.shape)
         if each.role == "batch":
             return _of_leaf(each, mesh)
-        owner = each.name if each.role == "table" else each.of
-        if owner in split and each.shape and each.shape[0] == split[owner]:
-            return (rows_over, *whole[1:])
-        return whole
+        return (rows_over, *whole[1:]) if by_table(each) else whole
 
-    return Placement(tuple(spec(each) for each in inputs), tuple(notes))
+    def by_table(each: Placed) -> bool:
+        owner = each.name if each.role == "table" else each.of
+        return bool(owner in split and each.shape and each.shape[0] == split[owner])
+
+    extra = tuple(-each.shape[0] % mesh.size if by_table(each) else 0 for each in inputs)
+    return Placement(tuple(spec(each) for each in inputs), tuple(notes), extra)
+
+
+def _of_table(each: Placed, table: Placed) -> bool:
+    """Say whether an input is the table, or has one row for each of its rows."""
+    return each is table or (each.of == table.name and each.shape[:1] == table.shape[:1])
 
 
 def _of_leaf(leaf: Placed, mesh: Mesh) -> Spec:

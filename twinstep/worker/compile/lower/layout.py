@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.annotate import Inputs, Spread
 from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.padding import by_rows
 from twinstep.worker.compile.placement import Spec, place
 
 Specs = tuple[Spec, ...]
@@ -31,6 +33,8 @@ class Layout:
         self._spread = spread
         self.state: Specs = ()
         """Of the state, once a program was lowered or loaded; all programs share it."""
+        self.extra: tuple[int, ...] = ()
+        """Rows that are added to each tensor of the state, zeros, so that devices divide them."""
         self._mesh: Mesh | None = None
         mesh, there = spread.mesh, jax.devices()
         if mesh is None:
@@ -61,13 +65,38 @@ class Layout:
         """
         if self._mesh is None or self._spread.mesh is None:
             return ()
-        specs = place(Inputs.of(captured, self._spread).placed, self._spread.mesh).specs
-        self.take(specs[: captured.num_state])
-        return specs[captured.num_state :]
+        found = place(Inputs.of(captured, self._spread).placed, self._spread.mesh)
+        if not self.state:
+            self.state, self.extra = found.specs[: captured.num_state], found.extra[: captured.num_state]
+        return found.specs[captured.num_state :]
 
-    def take(self, state: Specs) -> None:
-        """Place the state as another program wants it, unless a program was there before."""
-        self.state = self.state or state
+    def take(self, state: Specs, extra: tuple[int, ...]) -> None:
+        """Place the state as a program from disk wants it.
+
+        Raises:
+            CompileError: a program was there before that placed it in another way.
+        """
+        if self.state and (self.state, self.extra) != (state, extra):
+            raise CompileError("the program places the state otherwise", remedy="it is compiled again")
+        self.state, self.extra = state, extra
+
+    def hold(self, arrays: Iterable[jax.Array], first: int = 0) -> list[jax.Array]:
+        """Bring tensors of the state, from slot `first` on, to where they live, with the rows that are added."""
+        if self._mesh is None:
+            return list(arrays)
+        padded = [add_rows(array, self.extra[slot]) for slot, array in enumerate(arrays, first)]
+        return self.put(padded, self.state[first : first + len(padded)])
+
+    def padded(self, slot: int) -> bool:
+        """Say whether a tensor of the state has rows that were added."""
+        return bool(self.extra and self.extra[slot])
+
+    def hidden(self, captured: Captured) -> dict[int, int]:
+        """Return rows added to slots that a step must not see: it reads or writes more than rows by id."""
+        if not any(self.extra):
+            return {}
+        alone = by_rows(captured.graph, captured.num_state)
+        return {slot: extra for slot, extra in enumerate(self.extra) if extra and not alone[slot]}
 
     def put(self, arrays: Iterable[jax.Array], specs: Specs) -> list[jax.Array]:
         """Bring arrays to where they live."""
@@ -88,3 +117,8 @@ class Layout:
     def _sharding(self, spec: Spec) -> NamedSharding:
         assert self._mesh is not None, "only arrays on a mesh have a sharding"  # noqa: S101
         return NamedSharding(self._mesh, PartitionSpec(*spec))  # type: ignore[no-untyped-call]
+
+
+def add_rows(array: jax.Array, extra: int) -> jax.Array:
+    """Return an array with `extra` rows of zeros at its end."""
+    return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1)) if extra else array

@@ -12,6 +12,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower import xla_attention_cpu
 from twinstep.worker.compile.lower.bags import BAGS
-from twinstep.worker.compile.lower.layout import Layout, Specs
+from twinstep.worker.compile.lower.layout import Layout, Specs, add_rows
 from twinstep.worker.compile.lower.tpu_graph import narrow
 from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
@@ -103,7 +104,9 @@ class XlaBackend:
             with _cache_at(cache_dir), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit: checked in _to_jax
                 lowered = jax.jit(
-                    as_jax(captured), donate_argnums=0 if self._in_place else (), out_shardings=layout.results()
+                    as_jax(captured, layout.hidden(captured)),
+                    donate_argnums=0 if self._in_place else (),
+                    out_shardings=layout.results(),
                 ).lower(self.arrays, rates, batch, constants, self.key)
                 compiled = lowered.compile(_compiler_options(captured))
         except CompileError:
@@ -139,7 +142,7 @@ class XlaBackend:
         return {
             "executable": written,
             "dtypes": pickle.dumps(program.dtypes),
-            "layout": pickle.dumps((self.layout.state, program.batch_specs)),
+            "layout": pickle.dumps((self.layout.state, self.layout.extra, program.batch_specs)),
             "attention": json.dumps(program.attention).encode(),
         }
 
@@ -154,8 +157,8 @@ class XlaBackend:
             content, taken, given, execution_devices=self.layout.devices()
         )
         dtypes = pickle.loads(parts["dtypes"])  # noqa: S301
-        state_specs, batch_specs = pickle.loads(parts["layout"])  # noqa: S301
-        self.layout.take(state_specs)
+        state_specs, extra, batch_specs = pickle.loads(parts["layout"])  # noqa: S301
+        self.layout.take(state_specs, extra)
         if not self.arrays:
             self.push()
         self.key = self.layout.everywhere(self.key)
@@ -165,7 +168,7 @@ class XlaBackend:
         """Bring everything from the live tensors to the device, or devices once it is known which goes where."""
         if not self.layout.known:
             return
-        self.arrays = self.layout.put(map(_to_jax, self._live.tensors()), self.layout.state)
+        self.arrays = self.layout.hold(map(_to_jax, self._live.tensors()))
         self._note()
 
     def leave_gradients(self, left: Left) -> None:
@@ -199,7 +202,7 @@ class XlaBackend:
         """Bring to the device what was written to, or replaced, since the last push or pull."""
         for index, (tensor, (seen, version)) in enumerate(zip(self._live.live(), self._seen, strict=True)):
             if tensor is not seen or tensor._version != version:
-                (self.arrays[index],) = self.layout.put([_to_jax(tensor)], self.layout.state[index : index + 1])
+                (self.arrays[index],) = self.layout.hold([_to_jax(tensor)], index)
                 self._seen[index] = (tensor, tensor._version)
 
     def pull(self) -> None:
@@ -214,10 +217,11 @@ class XlaBackend:
                 self.push_written()
             live = self._live.live_by_path()
             with torch.no_grad():
-                for slot, array in zip(self._live.slots, self.arrays, strict=True):
+                for index, (slot, array) in enumerate(zip(self._live.slots, self.arrays, strict=True)):
                     if slot.path in live:  # an optimizer's state may have been cleared since
                         tensor = live[slot.path].detach()
-                        tensor.copy_(_to_torch(array, tensor.dtype))
+                        values = _to_torch(array, tensor.dtype)
+                        tensor.copy_(values[: len(tensor)] if self.layout.padded(index) else values)
             self._note()
 
     def check_state(self) -> None:
@@ -311,8 +315,11 @@ class XlaProgram:
         return self._constant_arrays
 
 
-def as_jax(captured: Captured) -> Callable[..., Any]:
-    """Return the graph as a JAX function; the random key goes in and comes out, or masks would repeat."""
+def as_jax(captured: Captured, hidden: Mapping[int, int] = MappingProxyType({})) -> Callable[..., Any]:
+    """Return the graph as a JAX function; the random key goes in and comes out, or masks would repeat.
+
+    `hidden` says by slot how many rows at a tensor's end the step must not see.
+    """
     env = torchax.default_env()
 
     def step(
@@ -322,13 +329,15 @@ def as_jax(captured: Captured) -> Callable[..., Any]:
         constants: list[jax.Array],
         key: jax.Array,
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+        state = [array[: len(array) - hidden[slot]] if slot in hidden else array for slot, array in enumerate(state)]
         graph = folded(captured, target_platform())
         if target_platform() == "tpu" and captured.context.strategy(FusedAttention) is not None:
             narrow(graph)
         with env.override_property(prng=key):
             results = list(JaxInterpreter(graph).run(*state, *rates, *batch, *constants))
             next_key = env.prng_key
-        return results[: captured.num_state], results[captured.num_state :], next_key
+        new = [add_rows(array, hidden.get(slot, 0)) for slot, array in enumerate(results[: captured.num_state])]
+        return new, results[captured.num_state :], next_key
 
     return step
 
