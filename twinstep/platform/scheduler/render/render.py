@@ -178,7 +178,9 @@ def _warnings(spec: JobSpec, context: RenderContext, numbers: dict[str, int | st
         found.append("kubernetes.priority has no effect without kubernetes.queue")
     devices = int(numbers["devices"])
     if spec.data.batch_size % devices:
-        found.append(f"data.batch_size {spec.data.batch_size} does not divide by {devices} devices: batches are padded")
+        found.append(
+            f"data.batch_size {spec.data.batch_size} does not divide over {devices} devices: the step will not compile"
+        )
     return found
 
 
