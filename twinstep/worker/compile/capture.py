@@ -242,7 +242,7 @@ class _FlatStep:
         self._step, self._optimizer, self._batch_spec = train_step, optimizer, batch_spec
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        num_state, num_rates = len(self.state.slots), len(self.state.learning_rates())
+        num_state, num_rates = len(self.state.slots), self.state.num_rates()
         tensors, rates = inputs[:num_state], inputs[num_state : num_state + num_rates]
         given = pytree.tree_unflatten(list(inputs[num_state + num_rates :]), self._batch_spec)
         model, optimizer = self.state.model, self._optimizer

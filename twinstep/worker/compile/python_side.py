@@ -1,8 +1,10 @@
 """What a step does on Python's side happens once, while it is traced, and never again.
 
-Refused are changes of a module's attributes, numbers from Python's and NumPy's generators, and reads of the clock. What
-a step reads of globals, closures and modules is part of the key (`code.py`): a new value compiles again. What else
-Python may read at each step (files, the environment) cannot be seen, and stays as it was at the first.
+Refused are changes of a module's attributes, another parameter or submodule in an old one's place, `tensor.data = …`
+(which no graph shows), numbers from Python's and NumPy's generators, and reads of the clock. A refused or failed step
+leaves modules as they were. What a step reads of globals, closures and modules is part of the key (`code.py`): a new
+value compiles again. What else Python may read at each step (files, the environment) cannot be seen, and stays as it
+was at the first.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from twinstep.spec.errors import CaptureError
 from twinstep.worker.compile.key import module_settings
@@ -41,9 +44,18 @@ def python_as_it_was(model: nn.Module) -> Iterator[None]:
     Raises:
         CaptureError: what it changed or read, and what to do.
     """
-    settings, numbers = dict(module_settings(model)), _generators()
-    with _clocks_watched() as read:
-        yield
+    tree, settings, numbers = _Tree(model), dict(module_settings(model)), _generators()
+    try:
+        with _clocks_watched() as read, _NoDataSet():
+            yield
+        tree.check()
+        _check_python(model, settings, numbers, read)
+    except BaseException:
+        tree.restore()
+        raise
+
+
+def _check_python(model: nn.Module, settings: dict[str, str], numbers: tuple[Any, ...], read: list[str]) -> None:
     for name, now in module_settings(model):
         if settings.get(name) != now:
             raise CaptureError(
@@ -60,6 +72,79 @@ def python_as_it_was(model: nn.Module) -> Iterator[None]:
             f"the step reads the clock, which would stand still: {read[0]}",
             remedy="put the time into the batch, or measure outside the step",
         )
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+class _Tree:
+    """The modules of a model with what each holds: attributes, and the registries that nn.Module keeps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._attributes = {path: dict(vars(module)) for path, module in self._modules.items()}
+        self._registries = {
+            (path, name): dict(vars(module)[name]) for path, module in self._modules.items() for name in _REGISTRIES
+        }
+        self._tied = self._tied_buffers()
+
+    def check(self) -> None:
+        """Raise CaptureError where a registry holds something else than before; a buffer may be another tensor."""
+        for (path, name), before in self._registries.items():
+            now = vars(self._modules[path])[name]
+            for key in {**before, **now}:
+                old, new = before.get(key), now.get(key)
+                rebound = name == "_buffers" and isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+                if old is not new and not rebound:
+                    what = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}[name]
+                    place = f"{path}.{key}" if path else key
+                    raise CaptureError(
+                        f"the step replaces, adds or removes the {what} {place}, which would happen only once",
+                        remedy="write values in place (with torch.no_grad(): tensor.copy_(…)); register and exchange "
+                        "modules, parameters and buffers outside the step",
+                    )
+        if self._tied_buffers() != self._tied:
+            raise CaptureError(
+                "the step gives one of two buffers that are one tensor a tensor of its own",
+                remedy="write to it in place (buffer.copy_(…)), or register two buffers from the start",
+            )
+
+    def restore(self) -> None:
+        """Put back attributes and registries."""
+        for path, module in self._modules.items():
+            attributes = module.__dict__
+            attributes.clear()
+            attributes.update(self._attributes[path])
+            for name in _REGISTRIES:
+                registry = vars(module)[name]
+                registry.clear()
+                registry.update(self._registries[path, name])
+
+    def _tied_buffers(self) -> list[list[str]]:
+        names: dict[int, list[str]] = {}
+        for name, buffer in self._model.named_buffers(remove_duplicate=False):
+            names.setdefault(id(buffer), []).append(name)
+        return [each for each in names.values() if len(each) > 1]
+
+
+_SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+
+
+class _NoDataSet(TorchFunctionMode):
+    """Refuses `tensor.data = other`: the trace would go on with the old values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA:  # equal, not the same: a wrapper anew at each access
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+                frame = frame.f_back
+            raise CaptureError(
+                f"the step gives a tensor other data (tensor.data = …) at {frame.f_code.co_filename}:{frame.f_lineno}, "
+                "which no graph shows",
+                remedy="write in place: with torch.no_grad(): tensor.copy_(…)",
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,6 +107,12 @@ class TrainState:
 
     def _check_apart(self) -> None:
         """Refuse two slots that share memory: each would be given its own, and writes to one would miss the other."""
+        for slot, tensor in zip(self.slots, self.live(), strict=True):
+            if _overlaps_itself(tensor):
+                raise CompileError(
+                    f"elements of {slot.name} share memory (stride {list(tensor.stride())})",
+                    remedy="make it a tensor of its own: tensor.expand(…).clone()",
+                )
         ranges = sorted(
             (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), slot.name)
             for slot, tensor in zip(self.slots, self.live(), strict=True)
@@ -207,12 +214,21 @@ class TrainState:
         held = [p for each in self.optimizers.values() for group in each.param_groups for p in group["params"]]
         return sum(parameter.requires_grad for parameter in held)
 
+    def num_rates(self) -> int:
+        """Return how many parameter groups there are, each with its learning rate."""
+        return sum(len(optimizer.param_groups) for optimizer in self.optimizers.values())
+
     def learning_rates(self) -> list[Tensor]:
-        """Return each parameter group's learning rate now, as a 0-d float32 tensor."""
+        """Return each parameter group's learning rate now, as a 0-d float32 tensor.
+
+        Raises:
+            CompileError: one is no finite number. (Infinity or NaN times a zero gradient is NaN; a table's rows that no
+                id names would not get it.)
+        """
         return [
-            torch.as_tensor(group["lr"], dtype=torch.float32)
-            for optimizer in self.optimizers.values()
-            for group in optimizer.param_groups
+            _rate(key, index, group["lr"])
+            for key, optimizer in self.optimizers.items()
+            for index, group in enumerate(optimizer.param_groups)
         ]
 
     def hyperparameters(self) -> tuple[str, ...]:
@@ -240,7 +256,8 @@ class TrainState:
         rest = iter(tensors[count + len(self._buffers) :])
         rates = iter(learning_rates)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_reparametrize_module(self.model, named, tie_weights=True))
+            # stack_weights: put back in reverse order, or a module under two names would keep what it was lent.
+            stack.enter_context(_reparametrize_module(self.model, named, tie_weights=True, stack_weights=True))
             entries: list[tuple[Optimizer, Tensor, str]] = []
             for optimizer in self.optimizers.values():
                 entries += stack.enter_context(_swapped_optimizer(optimizer, self._names, named, rest, rates))
@@ -264,7 +281,13 @@ class TrainState:
 
     def _check_groups(self, before: list[tuple[str, dict[str, Any]]]) -> None:
         """Refuse a step that changes an optimizer's settings: the change would happen once, while tracing."""
-        for (place, was), (_, now) in zip(before, self._group_settings(), strict=True):
+        after = self._group_settings()
+        if len(before) != len(after):
+            raise CaptureError(
+                f"the step changes the number of parameter groups from {len(before)} to {len(after)}",
+                remedy="call optimizer.add_param_group outside the step, between two steps",
+            )
+        for (place, was), (_, now) in zip(before, after, strict=True):
             for name in {**was, **now}:
                 if was.get(name) != now.get(name):
                     raise CaptureError(
@@ -317,6 +340,7 @@ def _swapped_optimizer(
 ) -> Iterator[list[tuple[Optimizer, Tensor, str]]]:
     """Swap one optimizer's parameters, state and learning rates; set the switches that let a step be captured."""
     groups, state = [dict(group) for group in optimizer.param_groups], optimizer.state
+    held = list(optimizer.param_groups)
     entries: list[tuple[Optimizer, Tensor, str]] = []
     swapped: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
     for group in optimizer.param_groups:
@@ -337,7 +361,8 @@ def _swapped_optimizer(
         yield entries
     finally:
         optimizer.state = state
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
+        optimizer.param_groups[:] = held
+        for group, before in zip(held, groups, strict=True):
             group.clear()
             group.update(before)
 
@@ -429,6 +454,23 @@ def _has_hooks(parameter: Tensor) -> bool:
 def _setting(value: Any) -> Any:
     """Return what tells whether a setting changed; of a tensor (a learning rate), whether it was written to."""
     return (id(value), value._version) if isinstance(value, Tensor) else value
+
+
+def _rate(key: str, index: int, value: Any) -> Tensor:
+    number = isinstance(value, int | float) and math.isfinite(value)
+    if not number and not (isinstance(value, Tensor) and value.numel() == 1 and bool(torch.isfinite(value))):
+        raise CompileError(
+            f"the learning rate of {key}.param_groups[{index}] is {value!r}",
+            remedy="set a finite number, or a tensor of one element that holds it; nothing was changed",
+        )
+    return torch.as_tensor(value, dtype=torch.float32)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Say whether two elements are surely one in memory, as after `expand`."""
+    return tensor.numel() > 0 and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _extent(tensor: Tensor) -> int:

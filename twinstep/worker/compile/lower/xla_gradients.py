@@ -195,13 +195,15 @@ def _attention_backward(
         raise _unwritten("the gradient of attention with dropout inside")
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        scores = jnp.einsum("bhle,bhse->bhls", q, k) * (scale or 1 / math.sqrt(q.shape[-1]))
+        scores = jnp.einsum("bhle,bhse->bhls", q, k) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         if is_causal:
             scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
         if attn_mask is not None:
             is_bool = attn_mask.dtype == jnp.bool_
             scores = jnp.where(attn_mask, scores, -jnp.inf) if is_bool else scores + attn_mask
-        return jnp.einsum("bhls,bhse->bhle", jax.nn.softmax(scores, axis=-1), v)
+        seen = (scores > -jnp.inf).any(axis=-1, keepdims=True)  # a query that sees no key gives 0, and takes nothing
+        weights = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, 0.0), axis=-1), 0.0)
+        return jnp.einsum("bhls,bhse->bhle", weights, v)
 
     _, back = jax.vjp(forward, q_BHLE, k_BHSE, v_BHSE)
     return back(grad_BHLE)  # type: ignore[no-any-return]
