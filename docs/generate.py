@@ -47,6 +47,7 @@ RULES = (
         "compile.backend",
         "where it is not given, a TPU has `xla` and takes no other; GPUs take `inductor`, `eager`",
     ),
+    ("compile.strategies", "each once; null: `sparse_embedding`, `fused_attention`, `fused_update`, `fold_layers`"),
     ("kubernetes.env", "no names that begin with TPU_, MEGASCALE_, TWINSTEP_, JAX_COORDINATOR_, RAY_ or KUBERNETES_"),
     ("kubernetes.topology_aware", "needs `kubernetes.queue`"),
 )

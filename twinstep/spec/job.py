@@ -156,6 +156,11 @@ class OptimizersSpec(Spec):
     """For the embedding tables."""
 
 
+StrategyName = Literal[
+    "sparse_embedding", "fused_attention", "fused_update", "fold_layers", "mixed_precision", "quantize"
+]
+
+
 class CompileSpec(Spec):
     """How the step is compiled."""
 
@@ -165,6 +170,18 @@ class CompileSpec(Spec):
     """Keep compiled programs on disk and reuse them."""
     cache_dir: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")] | None = None
     """Directory of that cache; null means the user's cache directory."""
+    strategies: tuple[StrategyName, ...] | None = None
+    """What the compiler is asked for, each once; null: those that change no result beyond rounding, [] for none."""
+    memory_budget_mib: Count | None = None
+    """Most MiB of activations and gradients that may live at once on a device: values are computed again to fit."""
+
+    @field_validator("strategies")
+    @classmethod
+    def _each_once(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is not None and len(set(value)) < len(value):
+            once = list(dict.fromkeys(value))
+            raise PydanticCustomError("between_fields", "names one twice", {"allowed": "each once", "nearest": once})
+        return value
 
 
 BACKENDS = {"cpu": ("inductor", "xla", "eager"), "gpu": ("inductor", "eager"), "tpu": ("xla",)}

@@ -170,10 +170,15 @@ def _defaults(field: FieldInfo | None) -> Iterator[Any]:
 
 
 def _sequences(kind: Any, field: FieldInfo | None, given: list[Any]) -> Iterator[list[Any]]:
-    """Mend a fixed-length sequence element by element, from its default where nothing was given."""
+    """Mend a sequence element by element; one of fixed length from its default where nothing was given."""
     for each in _flat(kind):
         members = get_args(each)
         if get_origin(each) is not tuple or field is None:
+            continue
+        if members[-1:] == (...,):  # of any length: an element is mended, or left out, and stands once
+            found = [next((one for one in (v, *_candidates(members[0], None, v)) if _valid(members[0], one)), None)
+                     for v in given]  # fmt: skip
+            yield list(dict.fromkeys(one for one in found if one is not None))
             continue
         default = list(field.default)
         mended = []

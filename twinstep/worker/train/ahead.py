@@ -26,6 +26,7 @@ from twinstep.worker.data.batch import meta_batch
 from twinstep.worker.data.datasets import load_dataset
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_meta_model
+from twinstep.worker.train.asked import strategies_of
 from twinstep.worker.train.step import make_train_step
 
 TIME_LIMIT = 1800.0  # seconds; a step of many layers on a busy machine takes minutes
@@ -59,7 +60,7 @@ def compile_spec(
 
     Args:
         topology: name of the slice, `v5p:4x4x8`; None: the one of the spec's accelerator.
-        strategies: names; None: the defaults.
+        strategies: names; None: those that the spec asks for.
         effort: `quick` to ask what a slice would need, `full` for what is going to run.
         time_limit: seconds after which the process is ended.
 
@@ -142,7 +143,7 @@ def compile_here(
         build_optimizers(spec.optimizers, model),
         meta_batch(schema, spec.data),
         topology=topology,
-        strategies=strategies,
+        strategies=strategies_of(spec.compile) if strategies is None else strategies,
         batch_size=spec.data.batch_size,
         effort=effort,
     )

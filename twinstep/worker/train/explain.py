@@ -37,6 +37,7 @@ def look_at(spec: JobSpec, *, backend: Literal["inductor", "xla"] | None = None)
     from twinstep.worker.data.loader import Loader
     from twinstep.worker.embedding.optim import build_optimizers
     from twinstep.worker.models.registry import build_model
+    from twinstep.worker.train.asked import strategies_of
     from twinstep.worker.train.step import make_train_step
 
     torch.set_num_threads(spec.runtime.threads or usable_processors())
@@ -52,5 +53,6 @@ def look_at(spec: JobSpec, *, backend: Literal["inductor", "xla"] | None = None)
         backend=chosen.backend,
         batch_dims=BATCH_DIMS,
         mesh=mesh_axes(spec),
+        strategies=strategies_of(chosen),
     )
     return compiler.look(batch, sizes={"batch_size": spec.data.batch_size, "uih_len": spec.data.uih_len})

@@ -22,6 +22,7 @@ from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.prefetch import Prefetch
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_model
+from twinstep.worker.train.asked import strategies_of
 from twinstep.worker.train.environment import cache_directory, mesh_axes
 from twinstep.worker.train.evaluate import Scores, evaluate
 from twinstep.worker.train.progress import ProgressView
@@ -66,6 +67,7 @@ class Trainer:
             backend=spec.compile.backend,
             batch_dims=BATCH_DIMS,
             mesh=mesh_axes(spec),
+            strategies=strategies_of(spec.compile),
             cache_dir=cache_directory(spec),
             check_finite=spec.debug.stop_on_nonfinite,
             on_start=self._compiling,

@@ -57,6 +57,7 @@ def parity_spec(
     from twinstep.worker.data.loader import Loader
     from twinstep.worker.embedding.optim import build_optimizers
     from twinstep.worker.models.registry import build_model
+    from twinstep.worker.train.asked import strategies_of
     from twinstep.worker.train.step import make_train_step
 
     torch.set_num_threads(spec.runtime.threads or usable_processors())
@@ -71,6 +72,7 @@ def parity_spec(
             (loader.train_batch(step)[0] for step in range(steps)),
             backends=backends,
             steps=steps,
+            strategies=strategies_of(spec.compile),
             gradients="all" if gradients else None,
             seed=spec.train.seed,
             bisect=bisect,
