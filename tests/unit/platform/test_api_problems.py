@@ -234,8 +234,9 @@ def test_every_kind_of_error_has_a_status() -> None:
     def tree(kind: type[errors.TwinstepError]) -> list[type[errors.TwinstepError]]:
         return [kind, *(below for child in kind.__subclasses__() for below in tree(child))]
 
-    # The command has kinds of its own, which no HTTP answer is made of.
-    for kind in [each for each in tree(errors.TwinstepError) if not each.__module__.startswith("twinstep.cli")]:
+    # The command and the worker have kinds of their own, which no HTTP answer is made of.
+    apart = ("twinstep.cli", "twinstep.worker")
+    for kind in [each for each in tree(errors.TwinstepError) if not each.__module__.startswith(apart)]:
         error = kind("wrong", remedy="mend it")
         assert 400 <= status_of(error) < 600
         assert kind in STATUS or kind is errors.CaptureError

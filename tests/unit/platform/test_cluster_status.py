@@ -131,9 +131,8 @@ def test_a_deleted_workload_is_cancelled_if_we_asked_and_lost_if_we_did_not() ->
 
 
 def test_the_queues_reason_is_the_runs() -> None:
-    admission = {
-        "status": {"conditions": [condition("QuotaReserved", "False", "WaitingForQuota", "needs 128, 64 free")]}
-    }
+    waiting = condition("QuotaReserved", "False", "WaitingForQuota", "needs 9, 4 free")
+    admission = {"status": {"conditions": [waiting]}}
     found = look(jobset(suspend=True, labels=QUEUED), admission=admission)
     assert (found.state, found.code) == (S.QUEUED, "WaitingForQuota")
     assert found.reason == "waits for quota in its queue: needs 9, 4 free"

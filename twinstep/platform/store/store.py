@@ -293,16 +293,17 @@ class Store:
             .order_by(EventRow.id)
             .limit(limit)
         )
-        with self._database.read() as connection:
-            items = [Event.model_validate(row._asdict()) for row in connection.execute(query)]
+        items = self._events(query)
         return EventPage(items=items, next_after=items[-1].id if items else after)
 
     def last_events(self, run_id: str, *, limit: int) -> list[Event]:
         """Return the newest events of a run, oldest first."""
         query = select(EventRow.__table__).where(EventRow.run_id == run_id).order_by(EventRow.id.desc()).limit(limit)
+        return self._events(query)[::-1]
+
+    def _events(self, query: Select[Any]) -> list[Event]:
         with self._database.read() as connection:
-            found = [Event.model_validate(row._asdict()) for row in connection.execute(query)]
-        return found[::-1]
+            return [Event.model_validate(row._asdict()) for row in connection.execute(query)]
 
     def metrics(self, run_id: str, *, after: int = 0, names: Sequence[str] = (), limit: int = 1000) -> MetricPage:
         """Return a run's metric points with an id above `after`, in the order they were stored."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from twinstep.platform.scheduler.validate.rules import MAX_OBJECT, RULES, any_object
+from twinstep.platform.scheduler.validate.rules import MAX_OBJECT, RULES, any_object, ray_groups
 from twinstep.platform.scheduler.validate.schemas import CustomResources, core_faults
 from twinstep.spec.errors import Fault, SpecError
 
@@ -74,9 +74,8 @@ def _parts(value: Mapping[str, Any]) -> list[Fault]:
         for job in value["spec"]["replicatedJobs"]:
             found += core_faults({"apiVersion": "batch/v1", "kind": "Job", **job["template"], "metadata": metadata})
     if value["kind"] == "RayJob":
-        cluster = value["spec"]["rayClusterSpec"]
-        groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", ())]
-        templates = [value["spec"].get("submitterPodTemplate"), *(group["template"] for group in groups)]
+        in_groups = (group["template"] for group in ray_groups(value["spec"]["rayClusterSpec"]))
+        templates = [value["spec"].get("submitterPodTemplate"), *in_groups]
         for template in filter(None, templates):
             found += core_faults({"apiVersion": "v1", "kind": "Pod", **template, "metadata": metadata})
     return found

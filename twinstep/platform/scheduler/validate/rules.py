@@ -182,9 +182,13 @@ def _group(group: Object, place: str) -> Iterator[Fault]:
         yield _fault(f"{place}.groupName", "is Kueue's name for the head", "head", "another name")
 
 
+def ray_groups(cluster: Object) -> list[Object]:
+    """Return a Ray cluster's groups: the head's, then the workers'."""
+    return [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", ())]
+
+
 def _ray_pods(cluster: Object) -> Iterator[Fault]:
-    groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", ())]
-    for group in groups:
+    for group in ray_groups(cluster):
         name = group.get("groupName", "head")
         for key, text in (group.get("rayStartParams") or {}).items():
             if not isinstance(text, str):
