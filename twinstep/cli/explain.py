@@ -9,20 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from twinstep.cli.here import JsonOpt, SpecArg
+from twinstep.cli.here import JsonOpt, Lowered, SpecArg
 from twinstep.cli.output import clean, console, print_json
 from twinstep.cli.specfile import read_spec
 from twinstep.spec.errors import UnavailableError
 
 if TYPE_CHECKING:
     from twinstep.worker.compile.inspection import Inspectable
-
-
-class Lowered(enum.Enum):
-    """Backends that compile."""
-
-    INDUCTOR = "inductor"
-    XLA = "xla"
 
 
 class Stage(enum.Enum):

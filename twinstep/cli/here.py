@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 from typing import Annotated
 
@@ -13,6 +14,13 @@ from twinstep.spec.errors import UnavailableError
 
 SpecArg = Annotated[str, typer.Argument(metavar="SPEC", help="A job spec in YAML or JSON; - reads standard input.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON, errors included, for programs to read.")]
+
+
+class Lowered(enum.Enum):
+    """Backends that compile."""
+
+    INDUCTOR = "inductor"
+    XLA = "xla"
 
 
 def register(app: typer.Typer) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from twinstep.cli.here import JsonOpt, SpecArg
+from twinstep.cli.here import JsonOpt, Lowered, SpecArg
 from twinstep.cli.output import EXIT_FAILED, console, one_line, plain_table, print_json
 from twinstep.cli.specfile import read_spec
 from twinstep.spec.errors import UnavailableError
@@ -19,13 +18,6 @@ if TYPE_CHECKING:
     from twinstep.worker.compile import ParityReport
 
 
-class Compared(enum.Enum):
-    """What can be compared with eager."""
-
-    INDUCTOR = "inductor"
-    XLA = "xla"
-
-
 def register(app: typer.Typer) -> None:
     """Add the command of this module."""
     app.command("parity")(parity)
@@ -34,7 +26,7 @@ def register(app: typer.Typer) -> None:
 def parity(
     spec_path: SpecArg,
     backend: Annotated[
-        list[Compared] | None,
+        list[Lowered] | None,
         typer.Option("--backend", help="What to compare with eager; may be given twice. Both where none is named."),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, max=100_000, help="Steps to compare.")] = 20,
@@ -60,7 +52,7 @@ def parity(
     try:
         report = parity_spec(
             spec,
-            backends=tuple(dict.fromkeys(each.value for each in backend or Compared)),
+            backends=tuple(dict.fromkeys(each.value for each in backend or Lowered)),
             steps=steps,
             gradients=gradients,
             bisect=bisect,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx
@@ -36,20 +36,7 @@ Role = Literal[
     "new state",
     "output",
 ]
-ROLES: tuple[Role, ...] = (
-    "table",
-    "parameter",
-    "buffer",
-    "optimizer state",
-    "learning rate",
-    "batch",
-    "constant",
-    "activation",
-    "gradient",
-    "update",
-    "new state",
-    "output",
-)
+ROLES: tuple[Role, ...] = get_args(Role)
 """Every role, in the order they are shown. `update` is what lies between a gradient and the new state."""
 
 

@@ -39,11 +39,7 @@ def jobset(spec: JobSpec, accelerator: TpuSpec, shape: SliceShape, context: Rend
             {"name": REPLICATED_JOB, "replicas": shape.slices, "template": _job(spec, accelerator, shape, context)}
         ],
     }
-    if kubernetes.queue is not None:
-        metadata["labels"]["kueue.x-k8s.io/queue-name"] = kubernetes.queue
-        if kubernetes.priority is not None:
-            metadata["labels"]["kueue.x-k8s.io/priority-class"] = kubernetes.priority
-        body["suspend"] = True  # Kueue starts it
+    pods.hand_to_queue(spec, metadata, body)
     return {"apiVersion": API_VERSION, "kind": "JobSet", "metadata": metadata, "spec": body}
 
 

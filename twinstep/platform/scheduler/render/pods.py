@@ -130,3 +130,13 @@ def metadata(name: str, context: RenderContext, annotations: Mapping[str, str] |
     if annotations:
         found["annotations"] = dict(annotations)
     return found
+
+
+def hand_to_queue(spec: JobSpec, metadata: Object, body: Object) -> None:
+    """Let Kueue start a workload whose spec names a queue: its labels, and a body that waits for it."""
+    kubernetes = spec.kubernetes
+    if kubernetes.queue is not None:
+        metadata["labels"]["kueue.x-k8s.io/queue-name"] = kubernetes.queue
+        if kubernetes.priority is not None:
+            metadata["labels"]["kueue.x-k8s.io/priority-class"] = kubernetes.priority
+        body["suspend"] = True

@@ -61,11 +61,7 @@ def rayjob(spec: JobSpec, accelerator: GpuSpec, context: RenderContext) -> Objec
     }
     if spec.runtime.max_seconds is not None:
         body["activeDeadlineSeconds"] = max(1, math.ceil(spec.runtime.max_seconds))
-    if kubernetes.queue is not None:
-        metadata["labels"]["kueue.x-k8s.io/queue-name"] = kubernetes.queue
-        if kubernetes.priority is not None:
-            metadata["labels"]["kueue.x-k8s.io/priority-class"] = kubernetes.priority
-        body["suspend"] = True  # Kueue starts it
+    pods.hand_to_queue(spec, metadata, body)
     return {"apiVersion": API_VERSION, "kind": "RayJob", "metadata": metadata, "spec": body}
 
 
