@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from twinstep.worker.ops import hstu_kernel, native
-from twinstep.worker.ops.hstu_attention import AttentionRule, reference, reference_backward, slot_valid
+from twinstep.worker.ops.hstu_attention import AttentionRule, reference, reference_backward, slot_mask, slot_valid
 
 pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="needs a C++ compiler")
 WIDTHS = ((32, 32), (16, 32), (5, 7), (48, 1))
@@ -68,19 +68,39 @@ def by_reference(inputs: list[Tensor], rest: tuple[Tensor, ...], rule: Attention
     return reference(*wide[1:], *rest, rule, ALPHA), *reference_backward(*wide, *rest, rule, ALPHA)
 
 
-def check(found: tuple[Tensor, ...], want: tuple[Tensor, ...], tolerance: float = 2e-6) -> None:
-    for ours, theirs in zip(found, want, strict=True):
+def magnitudes(inputs: list[Tensor], rest: tuple[Tensor, ...], rule: AttentionRule) -> tuple[Tensor, ...]:
+    """Return, per element of the output and of the gradients, the sum of the sizes of the terms it is summed from.
+
+    Rounding errors follow these sizes, not the sum's: terms may cancel. |silu(s)| <= |s|, |silu'(s)| < 1.1 and
+    |silu''(s)| <= 0.5, so an error of eps in a score's terms moves a slope by less than eps times the score's size.
+    """
+    prefix, targets, n = rest
+    seen = slot_mask(prefix, targets, inputs[0].shape[1], rule).unsqueeze(1)
+    grad, q, k, v = (x.double().nan_to_num().abs() for x in inputs)
+    scores = torch.einsum("bqha,bkha->bhqk", q, k) * ALPHA * seen / n
+    sloped = torch.einsum("bqhv,bkhv->bhqk", grad, v) * ALPHA * (seen + scores * n) / n
+    return (
+        torch.einsum("bhqk,bkhv->bqhv", scores, v),
+        torch.einsum("bhqk,bkha->bqha", sloped, k),
+        torch.einsum("bhqk,bqha->bkha", sloped, q),
+        torch.einsum("bhqk,bqhv->bkhv", scores, grad),
+    )
+
+
+def check(inputs: list[Tensor], rest: tuple[Tensor, ...], rule: AttentionRule, tolerance: float = 5e-7) -> None:
+    """Hold the kernel to the reference in float64, each element by the sizes of its own terms."""
+    found, want = by_kernel(inputs, rest, rule), by_reference(inputs, rest, rule)
+    for ours, theirs, size in zip(found, want, magnitudes(inputs, rest, rule), strict=True):
         assert ours.shape == theirs.shape
         assert torch.isfinite(ours).all()
-        scale = max(float(theirs.abs().max()), 1e-3) if theirs.numel() else 1.0
-        assert theirs.numel() == 0 or float((ours - theirs).abs().max()) <= tolerance * scale
+        assert bool(((ours - theirs).abs() <= tolerance * size + 1e-30).all())
 
 
 @settings(max_examples=80, deadline=None)
 @given(case=cases())
 def test_forward_and_gradients_are_the_references(case: dict[str, Any]) -> None:
     inputs, rest = tensors(case)
-    check(by_kernel(inputs, rest, case["rule"]), by_reference(inputs, rest, case["rule"]))
+    check(inputs, rest, case["rule"])
 
 
 BASE: dict[str, Any] = {
@@ -105,14 +125,13 @@ def test_any_strides_are_read_without_a_copy() -> None:
     for strided in (views, turned):
         for ours, theirs in zip(by_kernel(strided, rest, BASE["rule"]), want, strict=True):
             assert torch.equal(ours, theirs)
-    check(by_kernel(expanded, rest, BASE["rule"]), by_reference(expanded, rest, BASE["rule"]))
+    check(expanded, rest, BASE["rule"])
 
 
 def test_bfloat16_is_read_and_written_with_sums_in_float32() -> None:
     inputs, rest = tensors(BASE, torch.bfloat16)
-    found = by_kernel(inputs, rest, BASE["rule"])
-    assert {x.dtype for x in found} == {torch.bfloat16}
-    check(found, by_reference(inputs, rest, BASE["rule"]), tolerance=2.0**-8)
+    assert {x.dtype for x in by_kernel(inputs, rest, BASE["rule"])} == {torch.bfloat16}
+    check(inputs, rest, BASE["rule"], tolerance=2.0**-8)
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
@@ -132,7 +151,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 def test_scores_of_any_size_stay_finite() -> None:
     inputs, rest = tensors({**BASE, "prefix": [70], "targets": [6]})
     inputs[1] *= 1e3
-    check(by_kernel(inputs, rest, BASE["rule"]), by_reference(inputs, rest, BASE["rule"]), tolerance=1e-5)
+    check(inputs, rest, BASE["rule"])
 
 
 def test_lengths_beyond_the_slots_are_cut() -> None:
@@ -140,7 +159,7 @@ def test_lengths_beyond_the_slots_are_cut() -> None:
     want = by_kernel(inputs, rest, BASE["rule"])
     beyond = (torch.tensor([10**12]), torch.tensor([10**12]), rest[2])
     assert all(torch.equal(a, b) for a, b in zip(by_kernel(inputs, beyond, BASE["rule"]), want, strict=True))
-    check(want, by_reference(inputs, beyond, BASE["rule"]))
+    check(inputs, beyond, BASE["rule"])
 
 
 def test_other_dtypes_and_widths_run_the_reference() -> None:
