@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinstep.platform.store.ids import new_id
+from twinstep.platform.store.search import JobFilter
 from twinstep.platform.store.store import Store
 from twinstep.platform.store.tables import Base
 from twinstep.spec.errors import NotFoundError, StateError, UnavailableError
@@ -101,7 +102,7 @@ def test_jobs_are_listed_newest_first_page_by_page_and_by_state(store: Store) ->
         if cursor is None:
             break
     assert seen == [job.id for job in reversed(made)]
-    assert [job.id for job in store.jobs(state=RunState.QUEUED).items] == [made[3].id]
+    assert [job.id for job in store.jobs(JobFilter(states=(RunState.QUEUED,))).items] == [made[3].id]
 
 
 def test_ids_sort_by_time_and_are_safe_in_a_url() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -13,6 +13,7 @@ from twinstep.platform.scheduler.explain import Explanation
 from twinstep.platform.scheduler.rundir import MAX_LOG_READ, LogPart
 from twinstep.platform.scheduler.service import MAX_PAGE, MAX_POINTS, Service
 from twinstep.platform.store.records import EventPage, JobDetail, JobPage, MetricPage, Run, View
+from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.spec.catalogue import catalogue
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import MAX_SPEC_BYTES, parse_spec, spec_json_schema, validate_spec
@@ -23,6 +24,8 @@ router = APIRouter(prefix="/v1", tags=["jobs"])
 CURSOR_MAX = 2**63 - 1
 After = Annotated[int, Query(ge=0, le=CURSOR_MAX, description="Give the `next_after` of the page before.")]
 RunId = Annotated[str | None, Query(max_length=64, description="A run of the job; the newest one where left out.")]
+Kind = Literal["cpu", "tpu", "gpu"]
+Backend = Literal["inductor", "xla", "eager"]
 
 _SPEC_BODY = {
     "requestBody": {
@@ -90,17 +93,42 @@ def submit(
     return job
 
 
+def wanted_jobs(
+    state: Annotated[list[RunState] | None, Query(description="Only jobs in one of these states.")] = None,
+    accelerator: Annotated[list[Kind] | None, Query(description="Only jobs on one of these accelerators.")] = None,
+    backend: Annotated[list[Backend] | None, Query(description="Only jobs with one of these compile.backend.")] = None,
+    min_attempt: Annotated[int, Query(ge=1, le=10_000, description="2: only jobs that were tried again.")] = 1,
+    name: Annotated[str | None, Query(max_length=200, description="Only jobs of this very name.")] = None,
+    id_prefix: Annotated[str | None, Query(max_length=64, description="Only jobs whose id begins so.")] = None,
+    q: Annotated[
+        str, Query(max_length=200, description="Words in name, id or spec; `lr=0.01` is a field and its value.")
+    ] = "",
+) -> JobFilter:
+    """Return which jobs a request asks for."""
+    return JobFilter(
+        states=tuple(state or ()),
+        accelerators=tuple(accelerator or ()),
+        backends=tuple(backend or ()),
+        min_attempt=min_attempt,
+        name=name,
+        id_prefix=id_prefix,
+        text=q,
+    )
+
+
 @router.get("/jobs", responses=responses(), summary="List jobs")
 def list_jobs(
     service: Asked,
+    wanted: Annotated[JobFilter, Depends(wanted_jobs)],
+    sort: Annotated[JobSort, Query(description="The order.")] = JobSort.NEWEST,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
-    cursor: Annotated[str | None, Query(max_length=64, description="The `next_cursor` of the page before.")] = None,
-    state: Annotated[RunState | None, Query(description="Only jobs in this state.")] = None,
-    name: Annotated[str | None, Query(max_length=200, description="Only jobs of this very name.")] = None,
-    id_prefix: Annotated[str | None, Query(max_length=64, description="Only jobs whose id begins so.")] = None,
+    cursor: Annotated[str | None, Query(max_length=128, description="The `next_cursor` of the page before.")] = None,
 ) -> JobPage:
-    """Return jobs, newest first."""
-    return service.list_jobs(limit=limit, cursor=cursor, state=state, name=name, id_prefix=id_prefix)
+    """Return one page of the jobs that fit all that is asked.
+
+    A page with fewer items than asked for, or none, has a `next_cursor` where older jobs were not looked through yet.
+    """
+    return service.list_jobs(wanted, sort=sort, limit=limit, cursor=cursor)
 
 
 @router.get("/jobs/{job_id}", responses=responses(404), summary="Look at a job")

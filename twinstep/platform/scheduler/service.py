@@ -16,6 +16,7 @@ from twinstep.platform.scheduler.rundir import LogPart, RunDir, hash_token
 from twinstep.platform.scheduler.validate.check import check
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.records import EventPage, Job, JobDetail, JobPage, MetricPage, Run, View
+from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.platform.store.store import Store
 from twinstep.spec.errors import AuthError, ConflictError, Fault, NotFoundError, SpecError
 from twinstep.spec.job import JobSpec
@@ -99,16 +100,18 @@ class Service:
 
     def list_jobs(
         self,
+        wanted: JobFilter = JobFilter(),  # noqa: B008  frozen
         *,
+        sort: JobSort = JobSort.NEWEST,
         limit: int = 50,
         cursor: str | None = None,
-        state: RunState | None = None,
-        name: str | None = None,
-        id_prefix: str | None = None,
     ) -> JobPage:
-        """Return jobs, newest first; give a page's `next_cursor` for the next one."""
-        limit = _within(limit, MAX_PAGE)
-        return self._store.jobs(limit=limit, cursor=cursor, state=state, name=name, id_prefix=id_prefix)
+        """Return one page of the jobs that fit; give a page's `next_cursor` for the next one."""
+        return self._store.jobs(wanted, sort=sort, limit=_within(limit, MAX_PAGE), cursor=cursor)
+
+    def count_jobs(self) -> dict[RunState, int]:
+        """Return how many jobs are in each state."""
+        return self._store.count_jobs()
 
     def get_job(self, job_id: str) -> JobDetail:
         """Return a job with its spec, or raise NotFoundError."""

@@ -92,6 +92,8 @@ class Job(_Standing):
     """Which attempt that run is."""
     backend: str = Field(description="The spec's compile.backend.")
     accelerator: str = Field(description="The spec's accelerator.kind.")
+    model: str = Field(description="The spec's model.kind.")
+    dataset: str = Field(description="The spec's data.dataset.")
 
 
 class JobDetail(Job):

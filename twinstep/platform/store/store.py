@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Row, Select, bindparam, func, select, update
+from sqlalchemy import Select, bindparam, func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from twinstep.platform.store.database import Database
@@ -20,13 +20,13 @@ from twinstep.platform.store.moves import add_event, write_move
 from twinstep.platform.store.records import (
     Event,
     EventPage,
-    Job,
     JobDetail,
     JobPage,
     MetricPage,
     MetricPoint,
     Run,
 )
+from twinstep.platform.store.search import JobFilter, JobSort, count_states, find_jobs, job_fields, select_jobs
 from twinstep.platform.store.submits import add_job, known_job, remember_key
 from twinstep.platform.store.tables import EventRow, JobRow, MetricRow, RunRow
 from twinstep.spec.errors import NotFoundError
@@ -35,7 +35,6 @@ from twinstep.spec.report import Record
 from twinstep.spec.states import FINAL, LIVE, RunState, check_move
 
 _RUN_FIELDS = [getattr(RunRow, name) for name in Run.model_fields]
-_STANDING = [getattr(RunRow, name) for name in Job.model_fields if hasattr(RunRow, name) and name != "id"]
 
 
 class Changes:
@@ -109,37 +108,27 @@ class Store:
     def job(self, job_id: str) -> JobDetail:
         """Return a job with its spec and the standing of its newest run, or raise NotFoundError."""
         with self._database.read() as connection:
-            row = connection.execute(_jobs().where(JobRow.id == job_id)).one_or_none()
+            row = connection.execute(select_jobs().where(JobRow.id == job_id)).one_or_none()
         if row is None:
             raise NotFoundError(f"there is no job {job_id!r}", remedy="list the jobs: twinstep ls, or GET /v1/jobs")
-        return JobDetail.model_validate(_job_fields(row) | {"spec": row.spec})
+        return JobDetail.model_validate(job_fields(row) | {"spec": row.spec})
 
     def jobs(
         self,
+        wanted: JobFilter = JobFilter(),  # noqa: B008  frozen
         *,
+        sort: JobSort = JobSort.NEWEST,
         limit: int = 50,
         cursor: str | None = None,
-        state: RunState | None = None,
-        name: str | None = None,
-        id_prefix: str | None = None,
     ) -> JobPage:
-        """Return jobs, newest first; `cursor` is the id after which the page begins.
-
-        `name` is the whole name; `id_prefix` is how the id begins.
-        """
-        query = _jobs().order_by(JobRow.id.desc()).limit(limit + 1)
-        if cursor is not None:
-            query = query.where(JobRow.id < cursor)
-        if state is not None:
-            query = query.where(RunRow.state == state)
-        if name is not None:
-            query = query.where(JobRow.name == name)
-        if id_prefix is not None:
-            query = query.where(func.substr(JobRow.id, 1, len(id_prefix)) == id_prefix)  # LIKE would not tell A from a
+        """Return one page of the jobs that fit; `cursor` is a page's `next_cursor`."""
         with self._database.read() as connection:
-            rows = connection.execute(query).all()
-        items = [Job.model_validate(_job_fields(row)) for row in rows[:limit]]
-        return JobPage(items=items, next_cursor=items[-1].id if len(rows) > limit else None)
+            return find_jobs(connection, wanted, sort=sort, limit=limit, cursor=cursor)
+
+    def count_jobs(self) -> dict[RunState, int]:
+        """Return how many jobs are in each state; a state that no job is in is left out."""
+        with self._database.read() as connection:
+            return count_states(connection)
 
     # ---- runs ----
 
@@ -319,16 +308,3 @@ class Store:
             # The rows are what ingest checked: building without checking again keeps long charts quick.
             items = [MetricPoint.model_construct(**row._asdict()) for row in connection.execute(query)]
         return MetricPage.model_construct(items=items, next_after=items[-1].id if items else after)
-
-
-def _jobs() -> Select[Any]:
-    newest = select(func.max(RunRow.attempt)).where(RunRow.job_id == JobRow.id).correlate(JobRow).scalar_subquery()
-    return select(JobRow.id, JobRow.name, JobRow.spec, RunRow.id.label("run_id"), *_STANDING).join(
-        RunRow, (RunRow.job_id == JobRow.id) & (RunRow.attempt == newest)
-    )
-
-
-def _job_fields(row: Row[Any]) -> dict[str, Any]:
-    fields = row._asdict()
-    spec = fields.pop("spec")
-    return fields | {"backend": spec["compile"]["backend"], "accelerator": spec["accelerator"]["kind"]}

@@ -43,7 +43,7 @@ class RunRow(Base):
     """One attempt to execute a job. `version` grows with every guarded change."""
 
     __tablename__ = "runs"
-    __table_args__ = (UniqueConstraint("job_id", "attempt"), Index(None, "state"))
+    __table_args__ = (UniqueConstraint("job_id", "attempt"), Index(None, "state", "job_id"))
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
     attempt: Mapped[int]
