@@ -19,6 +19,8 @@ class Evidence:
     admission: Object | None = None
     """Kueue's Workload, found by its owner; None where there is none."""
     pods: Sequence[Object] = field(default_factory=tuple)
+    events: Sequence[Object] = field(default_factory=tuple)
+    """What the cluster told of the workload, its admission and its pods lately, oldest first."""
     now: float = 0.0
     """Unix seconds of the look."""
 

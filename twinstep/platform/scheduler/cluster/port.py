@@ -31,10 +31,13 @@ class Cluster(Protocol):
     """
 
     def apply(self, run_id: str, objects: Sequence[Object], *, token: str | None = None) -> WorkloadRef:
-        """Create or update a run's objects by server-side apply, the workload (the last one) after what it needs.
+        """See to it that a run's objects are there, the workload (the last one) after what it needs.
 
-        The Secret with the run's token, where one is given, is applied before them. Everything beside the workload
-        is owned by it then, so that nothing outlives it.
+        The Secret with the run's token, where one is given, is made before them, in place of one that is there: pods
+        that have started with another keep that. So ask `confirm` first, and give a new token only where no workload
+        is there. Everything beside the workload is owned by it then, so that nothing outlives it.
+
+        A workload of the run that is there is adopted as it is.
 
         Raises:
             ConflictError: an object of one of the names is there and is not this run's, or is being deleted.
@@ -49,12 +52,19 @@ class Cluster(Protocol):
         """Return what the API server itself says of a run now: asked before a run is called gone."""
         ...
 
-    def suspend(self, ref: WorkloadRef, suspended: bool) -> None:
-        """Suspend a workload or let it go on. Where a queue admits it, through its Workload, never by `suspend`."""
+    def suspend(self, run_id: str, ref: WorkloadRef, suspended: bool) -> None:
+        """Suspend a workload or let it go on. Where a queue admits it, through its Workload, never by `suspend`.
+
+        Raises:
+            NotFoundError: the workload is not there (any more).
+        """
         ...
 
-    def delete(self, ref: WorkloadRef) -> bool:
-        """Delete a workload, and by that all it owns; return False where it is not there. Never one of another uid."""
+    def delete(self, run_id: str, ref: WorkloadRef) -> bool:
+        """Delete a workload, and by that all it owns; return False where it is not there. Never one of another uid.
+
+        Where it is not there, what an unfinished apply left of the run is deleted.
+        """
         ...
 
     def age(self) -> float | None:
