@@ -12,7 +12,7 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["JAX_PLATFORMS"] = "cpu"
-KEPT = ("TWINSTEP_FIXTURES", "TWINSTEP_CHROMIUM", "TWINSTEP_KEEP_PICTURE")
+KEPT = ("TWINSTEP_FIXTURES", "TWINSTEP_CHROMIUM", "TWINSTEP_KEEP_PICTURE", "TWINSTEP_TEST_KUBECONFIG")
 # A test that starts processes must not find a control plane or a run of the person who runs the tests.
 for name in [name for name in os.environ if name.startswith("TWINSTEP_") and name not in KEPT]:
     del os.environ[name]
