@@ -71,14 +71,18 @@ class ApiCounts:
 class KubeApi:
     """One API server. Safe from several threads."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, *, read_s: float = READ_S) -> None:
         """Read the configuration; nothing is asked of the server yet.
+
+        Args:
+            read_s: seconds without a byte after which an answer is given up.
 
         Raises:
             UnavailableError: there is no such file or context, or it is not valid.
         """
         self.counts = ApiCounts()
         self._access = access
+        self._read_s = read_s
         self._lock = threading.Lock()
         self._client: Any = _client(access)
         self._loaded_at = time.monotonic()
@@ -163,7 +167,7 @@ class KubeApi:
     def pod_log(self, namespace: str, pod: str, query: Mapping[str, str]) -> Stream:
         """Return the bytes of a container's log. NotFoundError: there is no such pod (any more)."""
         path = KINDS["Pod"].path(namespace, pod, "log")
-        return self._open("get", KINDS["PodLog"], path, query=query, accept="*/*", read_s=READ_S)
+        return self._open("get", KINDS["PodLog"], path, query=query, accept="*/*")
 
     # ---- requests ----
 
@@ -201,7 +205,7 @@ class KubeApi:
         query: Mapping[str, str] | None = None,
         content: str = "application/json",
         accept: str = "application/json",
-        read_s: float = READ_S,
+        read_s: float | None = None,
     ) -> Stream:
         """Send one request; return its answer, whose body is still to be read, or raise what it says."""
         if verb not in kind.verbs:
@@ -210,7 +214,7 @@ class KubeApi:
         asked = f"{verb} {kind.resource}"
         for last in (False, True):
             loaded_at = self._loaded_at
-            answer = self._send(asked, METHODS[verb], path, body, query or {}, content, accept, read_s)
+            answer = self._send(asked, METHODS[verb], path, body, query or {}, content, accept, read_s or self._read_s)
             if answer.status == 401 and not last and self._reload(loaded_at):
                 answer.close()  # whoever is not known has changed nothing: this may be sent again
                 continue
