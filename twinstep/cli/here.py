@@ -44,6 +44,14 @@ def up(
             help="Where jobs are kept; else TWINSTEP_DATA_DIR, else ~/.local/share.",
         ),
     ] = None,
+    database_url: Annotated[
+        str | None,
+        typer.Option(
+            "--database-url",
+            metavar="URL",
+            help="postgresql://USER@HOST/NAME instead of SQLite; else TWINSTEP_DATABASE_URL, which ps does not show.",
+        ),
+    ] = None,
     max_parallel: Annotated[int, typer.Option("--max-parallel", min=1, help="Runs at once; others wait.")] = 1,
 ) -> int:
     """Start a control plane here: REST API, dashboard, local runs. Ctrl-C ends it; runs go on."""
@@ -55,6 +63,7 @@ def up(
 
     settings = Settings(
         data_dir=Path(data_dir) if data_dir else default_data_dir(os.environ),
+        database_url=database_url or os.environ.get("TWINSTEP_DATABASE_URL") or None,
         port=DEFAULT_PORT if port is None else port,
         max_parallel_runs=max_parallel,
     )

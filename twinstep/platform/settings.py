@@ -51,6 +51,9 @@ class Settings:
 
     Made absolute, and `~` written out, here and once: supervisors and workers have working directories of their own.
     """
+    database_url: str | None = field(default=None, repr=False)
+    """URL of a PostgreSQL database that several control planes may share; None: SQLite in `data_dir`. May hold a
+    password, so it is never printed."""
     host: str = "127.0.0.1"
     """Address to listen on. Loopback only: there is no login yet."""
     port: int = DEFAULT_PORT
@@ -88,8 +91,8 @@ class Settings:
 
     @property
     def database(self) -> str:
-        """SQLAlchemy URL of the database."""
-        return f"sqlite:///{self.data_dir / 'twinstep.db'}"
+        """SQLAlchemy URL of the database. May hold a password."""
+        return self.database_url or f"sqlite:///{self.data_dir / 'twinstep.db'}"
 
     @property
     def runs_dir(self) -> Path:

@@ -1,21 +1,28 @@
-"""Control planes for tests: real store, real processes, real HTTP on a free port of the loopback interface."""
+"""Control planes for tests: real store, real processes, real HTTP on a free port of the loopback interface.
+
+A test that takes `settings`, `store`, `live`, `shared` or `databases` runs on SQLite and on PostgreSQL. A module about
+something else names what it needs: `DATABASES = ("sqlite",)`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psycopg
 import pytest
 import uvicorn
 
+from bench.postgres import NoServerError, Server, postgres
 from twinstep.platform.server import ControlPlane, assemble
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.store import Store
@@ -59,16 +66,101 @@ class Live:
         return self.plane.settings.runs_dir / job["run_id"]
 
 
+BOTH = ("sqlite", "postgresql")
+TEMPLATE = "twinstep_template"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "databases" in metafunc.fixturenames:
+        kinds = getattr(metafunc.module, "DATABASES", BOTH)
+        metafunc.parametrize("databases", kinds, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A PostgreSQL server for the whole session, with a database that others are copied from."""
+    try:
+        with postgres() as server:
+            Postgres(server).execute(f"CREATE DATABASE {TEMPLATE}")
+            Store(server.url(TEMPLATE)).close()
+            yield server
+    except NoServerError as error:
+        pytest.skip(f"no PostgreSQL runs here: {error}")
+
+
+class Postgres:
+    """Databases of a server, copied from one whose tables are made, and dropped."""
+
+    kind = "postgresql"
+    _numbers = itertools.count(1)
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._made: list[str] = []
+
+    def new(self) -> str:
+        """Make an empty database with tables and return its URL."""
+        name = f"twinstep_{next(self._numbers)}"
+        self.execute(f"CREATE DATABASE {name} TEMPLATE {TEMPLATE}")
+        self._made.append(name)
+        return self.server.url(name)
+
+    def execute(self, statement: str) -> None:
+        with psycopg.connect(self.server.url(), autocommit=True) as connection:
+            connection.execute(statement)
+
+    def drop(self) -> None:
+        while self._made:
+            self.execute(f"DROP DATABASE {self._made.pop()} WITH (FORCE)")
+
+
+class Sqlite:
+    """Databases in files of a directory."""
+
+    kind = "sqlite"
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._numbers = itertools.count(1)
+
+    def new(self) -> str:
+        """Return the URL of a database that is made when it is opened."""
+        return f"sqlite:///{self._directory}/{next(self._numbers)}.db"
+
+
+@pytest.fixture(scope="module")
+def databases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sqlite | Postgres]:
+    """Fresh databases, of one kind: `databases.new()` gives a URL."""
+    if request.param == "sqlite":
+        yield Sqlite(tmp_path_factory.mktemp("databases"))
+        return
+    made = Postgres(request.getfixturevalue("server"))
+    yield made
+    made.drop()
+
+
+@pytest.fixture(scope="module")
+def one_store(databases: Sqlite | Postgres) -> Iterator[Store]:
+    """One store for tests that make up many cases and look at nothing but what each of them made."""
+    with closing(Store(databases.new())) as store:
+        yield store
+
+
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return settings_in(tmp_path / "data")
+def database_url(databases: Sqlite | Postgres) -> str | None:
+    """URL of a database of the test's own; None for a file in its data directory."""
+    return None if databases.kind == "sqlite" else databases.new()
+
+
+@pytest.fixture
+def settings(tmp_path: Path, database_url: str | None) -> Settings:
+    return replace(settings_in(tmp_path / "data"), database_url=database_url)
 
 
 @pytest.fixture
 def store(settings: Settings) -> Iterator[Store]:
-    store = Store(settings.database)
-    yield store
-    store.close()
+    with closing(Store(settings.database)) as store:
+        yield store
 
 
 @contextmanager
@@ -104,9 +196,10 @@ def live(settings: Settings) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def shared(databases: Sqlite | Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """One control plane for tests that look at nothing but what they made, or make nothing."""
-    with control_plane(settings_in(tmp_path_factory.mktemp("shared") / "data")) as live:
+    settings = replace(settings_in(tmp_path_factory.mktemp("shared") / "data"), database_url=databases.new())
+    with control_plane(settings) as live:
         yield live
 
 

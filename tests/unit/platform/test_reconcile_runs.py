@@ -9,12 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sqlalchemy import update
 
 from twinstep.platform.scheduler import rundir
 from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.scheduler.reconcile import Reconciler
 from twinstep.platform.settings import Settings, default_data_dir
 from twinstep.platform.store.store import Store
+from twinstep.platform.store.tables import JobRow
 from twinstep.spec.errors import UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.states import FINAL, RunState
@@ -167,7 +169,7 @@ def test_a_spec_that_this_version_cannot_read_fails_its_run_with_that_reason(pla
     plane = planes()
     job = plane.store.create_job(JobSpec(name="reports-1"))
     with plane.store._database.write() as connection:
-        connection.exec_driver_sql("UPDATE jobs SET spec = json_set(spec, '$.hologram', 1)")
+        connection.execute(update(JobRow).values(spec=job.spec | {"hologram": 1}))
     plane.passes_until(job.run_id, *FINAL, wait=wait)
     run = plane.store.run(job.run_id)
     assert (run.state, "can read" in run.reason) == (RunState.FAILED, True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
-from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
@@ -31,30 +29,32 @@ def metric(seq: int, **values: float | None) -> MetricRecord:
     return MetricRecord(seq=seq, time=float(seq), step=seq, values=values or {"loss": 1.0 / seq})
 
 
-@given(st.data())
+@given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_any_split_doubling_and_mixing_of_batches_stores_each_record_once_in_order(data: st.DataObject) -> None:
+def test_any_split_doubling_and_mixing_of_batches_stores_each_record_once_in_order(
+    one_store: Store, data: st.DataObject
+) -> None:
     count = data.draw(st.integers(1, 30), label="records")
     records: list[Record] = [
         EventRecord(seq=seq, time=0.0, name="tick", reason=str(seq)) if seq % 4 == 0 else metric(seq)
         for seq in range(1, count + 1)
     ]
-    with tempfile.TemporaryDirectory() as place, closing(Store(f"sqlite:///{place}/twinstep.db")) as store:
-        run_id = starting(store)
-        spans = st.tuples(st.integers(0, count), st.integers(0, count)).map(sorted)
-        for begin, end in data.draw(st.lists(spans, max_size=12), label="batches"):
-            batch = list(records[begin:end])
-            if data.draw(st.booleans(), label="mixed up"):
-                batch = data.draw(st.permutations(batch))
-            before = store.run(run_id).acked_seq
-            acked = store.ingest(run_id, batch).acked
-            assert before <= acked <= count
-        acked = store.run(run_id).acked_seq
-        store.ingest(run_id, records[acked:])  # a sender goes on from what was acked, and that is all it takes
-        assert store.run(run_id).acked_seq == count
-        assert [point.step for point in store.metrics(run_id).items] == [s for s in range(1, count + 1) if s % 4]
-        ticks = [e.reason for e in store.events(store.run(run_id).job_id).items if e.name == "tick"]
-        assert ticks == [str(seq) for seq in range(1, count + 1) if seq % 4 == 0]
+    store = one_store
+    run_id = starting(store)
+    spans = st.tuples(st.integers(0, count), st.integers(0, count)).map(sorted)
+    for begin, end in data.draw(st.lists(spans, max_size=12), label="batches"):
+        batch = list(records[begin:end])
+        if data.draw(st.booleans(), label="mixed up"):
+            batch = data.draw(st.permutations(batch))
+        before = store.run(run_id).acked_seq
+        acked = store.ingest(run_id, batch).acked
+        assert before <= acked <= count
+    acked = store.run(run_id).acked_seq
+    store.ingest(run_id, records[acked:])  # a sender goes on from what was acked, and that is all it takes
+    assert store.run(run_id).acked_seq == count
+    assert [point.step for point in store.metrics(run_id).items] == [s for s in range(1, count + 1) if s % 4]
+    ticks = [e.reason for e in store.events(store.run(run_id).job_id).items if e.name == "tick"]
+    assert ticks == [str(seq) for seq in range(1, count + 1) if seq % 4 == 0]
 
 
 def test_a_gap_ends_the_batch_and_the_answer_says_where_to_go_on(store: Store) -> None:
@@ -135,6 +135,15 @@ def test_metrics_are_read_by_cursor_and_by_name(store: Store) -> None:
     assert seen == list(range(1, 11))
 
 
+def test_text_that_postgresql_cannot_hold_is_stored_without_it(store: Store) -> None:
+    run_id = starting(store)
+    told = EventRecord(seq=1, time=0.0, name="ti\0ck", reason="a\0b", data={"k\0": ["v\0"]})
+    store.ingest(run_id, [told, metric(2, **{"lo\0ss": 1.0})])
+    (event,) = [e for e in store.events(store.run(run_id).job_id).items if e.actor == "worker" and e.name == "tick"]
+    assert (event.reason, event.data) == ("ab", {"k": ["v"]})
+    assert [point.name for point in store.metrics(run_id).items] == ["loss"]
+
+
 def test_an_unknown_run_cannot_report(store: Store) -> None:
     with pytest.raises(NotFoundError):
         store.ingest("run-0", [metric(1)])
@@ -151,5 +160,5 @@ def test_a_batch_of_any_size_takes_one_transaction_of_a_few_statements(store: St
         lambda connection, cursor, statement, *rest: said.append(statement.split()[0]),
     )
     store.ingest(run_id, [metric(seq, loss=0.1, auc=0.2, ne=0.3) for seq in range(2, count + 2)])
-    assert said == ["BEGIN", "SELECT", "UPDATE", "INSERT"]
+    assert [each for each in said if each != "BEGIN"] == ["SELECT", "UPDATE", "INSERT"]
     assert len(store.metrics(run_id, limit=5000).items) == 1 + 3 * count

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import tempfile
 import threading
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -53,24 +51,24 @@ def test_of_many_who_move_at_one_version_exactly_one_wins(store: Store) -> None:
     assert [event.name for event in store.events(run.job_id).items] == ["submitted", "state_changed"]
 
 
-@given(st.lists(st.sampled_from(list(RunState)), max_size=12))
+@given(wishes=st.lists(st.sampled_from(list(RunState)), max_size=12))
 @settings(max_examples=15, deadline=None)
-def test_only_moves_of_the_table_happen_and_each_leaves_its_event(wishes: list[RunState]) -> None:
-    with tempfile.TemporaryDirectory() as place, closing(Store(f"sqlite:///{place}/twinstep.db")) as store:
-        job = store.create_job(SPEC)
-        path = [RunState.PENDING]
-        for version, to in enumerate(wishes, start=1):
-            run = store.run(job.run_id)
-            if to in MOVES[path[-1]]:
-                assert store.move(job.run_id, to=to, if_version=run.version, reason=f"wish {version}", actor="user")
-                path.append(to)
-            else:
-                with pytest.raises(StateError):
-                    store.move(job.run_id, to=to, if_version=run.version, reason="no", actor="user")
-        changes = [event for event in store.events(job.id).items if event.name == "state_changed"]
-        assert [(e.data["from"], e.data["to"]) for e in changes] == list(itertools.pairwise(path))
-        assert all(e.reason and e.actor and e.time for e in changes)
-        assert (store.run(job.run_id).finished_at is not None) == (path[-1] in FINAL)
+def test_only_moves_of_the_table_happen_and_each_leaves_its_event(one_store: Store, wishes: list[RunState]) -> None:
+    store = one_store
+    job = store.create_job(SPEC)
+    path = [RunState.PENDING]
+    for version, to in enumerate(wishes, start=1):
+        run = store.run(job.run_id)
+        if to in MOVES[path[-1]]:
+            assert store.move(job.run_id, to=to, if_version=run.version, reason=f"wish {version}", actor="user")
+            path.append(to)
+        else:
+            with pytest.raises(StateError):
+                store.move(job.run_id, to=to, if_version=run.version, reason="no", actor="user")
+    changes = [event for event in store.events(job.id).items if event.name == "state_changed"]
+    assert [(e.data["from"], e.data["to"]) for e in changes] == list(itertools.pairwise(path))
+    assert all(e.reason and e.actor and e.time for e in changes)
+    assert (store.run(job.run_id).finished_at is not None) == (path[-1] in FINAL)
 
 
 def test_a_run_that_is_not_there_cannot_be_moved_or_looked_at(store: Store) -> None:

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from twinstep.platform.store.records import View
+from twinstep.platform.store.troubles import TransientError
 from twinstep.spec.errors import (
     AuthError,
     CompileError,
@@ -86,6 +87,7 @@ STATUS: dict[type[TwinstepError], int] = {
     TooLargeError: 413,
     MediaTypeError: 415,
     UnavailableError: 503,
+    TransientError: 503,
     TrainError: 500,
     TwinstepError: 500,
 }

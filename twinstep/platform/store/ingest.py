@@ -112,7 +112,7 @@ def _collect(record: Record, rows: _Rows, *, run_id: str, job_id: str) -> None:
                     "run_id": run_id,
                     "step": record.step,
                     "time": record.time,
-                    "name": name[:MAX_NAME],
+                    "name": clean(name[:MAX_NAME]),
                     "value": _finite(value),
                 }
             )
@@ -122,9 +122,9 @@ def _collect(record: Record, rows: _Rows, *, run_id: str, job_id: str) -> None:
                 "job_id": job_id,
                 "run_id": run_id,
                 "time": record.time,
-                "name": record.name,
+                "name": clean(record.name),
                 "actor": "worker",
-                "reason": record.reason,
+                "reason": clean(record.reason),
                 "data": clean(record.data),
             }
         )

@@ -6,7 +6,6 @@ in the same transaction. Nothing here starts a process, reads a run's files or w
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from sqlalchemy import Select, bindparam, func, select, update
 from sqlalchemy.exc import IntegrityError
 
+from twinstep.platform.store.changes import Changes
 from twinstep.platform.store.database import Database
 from twinstep.platform.store.ingest import Ingested, ingest
 from twinstep.platform.store.moves import add_event, write_move
@@ -29,32 +29,13 @@ from twinstep.platform.store.records import (
 from twinstep.platform.store.search import JobFilter, JobSort, count_states, find_jobs, job_fields, select_jobs
 from twinstep.platform.store.submits import add_job, known_job, remember_key
 from twinstep.platform.store.tables import EventRow, JobRow, MetricRow, RunRow
+from twinstep.platform.store.troubles import again
 from twinstep.spec.errors import NotFoundError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import Record
 from twinstep.spec.states import FINAL, LIVE, RunState, check_move
 
 _RUN_FIELDS = [getattr(RunRow, name) for name in Run.model_fields]
-
-
-class Changes:
-    """Counts changes per job, so that a follower asks the database only when there is something new.
-
-    In memory: it knows of this process's writes only, and followers look by themselves now and then.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def bump(self, job_id: str) -> None:
-        """Note that something about the job changed."""
-        with self._lock:
-            self._counts[job_id] = self._counts.get(job_id, 0) + 1
-
-    def count(self, job_id: str) -> int:
-        """Return a number that differs from the one before whenever something changed."""
-        return self._counts.get(job_id, 0)
 
 
 class Store:
@@ -68,13 +49,17 @@ class Store:
         """
         self._database = Database(url)
         self.changes = Changes()
+        if self._database.dialect == "postgresql":
+            self.changes.share(self._database.url)
 
     def close(self) -> None:
         """Close the database."""
+        self.changes.close()
         self._database.close()
 
     # ---- jobs ----
 
+    @again
     def create_job(self, spec: JobSpec, *, actor: str = "user") -> JobDetail:
         """Store a job, its first run (`pending`) and the event of it, all or nothing."""
         with self._database.write() as connection:
@@ -82,6 +67,7 @@ class Store:
         self.changes.bump(job_id)
         return self.job(job_id)
 
+    @again
     def create_job_once(self, spec: JobSpec, *, key: str, actor: str = "user") -> tuple[JobDetail, bool]:
         """Store a job unless `key` has stored it before; return it, and whether it was stored now.
 
@@ -163,6 +149,7 @@ class Store:
         with self._database.read() as connection:
             return connection.execute(select(RunRow.token_hash).where(RunRow.id == run_id)).scalar_one_or_none()
 
+    @again
     def move(
         self,
         run_id: str,
@@ -213,6 +200,7 @@ class Store:
         self.changes.bump(row.job_id)
         return True
 
+    @again
     def set_reasons(self, reasons: Sequence[tuple[Run, str]]) -> None:
         """Say anew why runs are where they are; no change of state, so no event and no new version.
 
@@ -231,6 +219,7 @@ class Store:
         for run, _ in reasons:
             self.changes.bump(run.job_id)
 
+    @again
     def request_cancel(self, run_id: str, *, actor: str) -> bool:
         """Note, once, that a run is to stop; False where it is final or was asked before."""
         now = time.time()
@@ -259,6 +248,7 @@ class Store:
 
     # ---- reports ----
 
+    @again
     def ingest(self, run_id: str, records: Sequence[Record], *, skip_gaps: bool = False) -> Ingested:
         """Store what a worker reported: each record once, in order; see `store.ingest.ingest`."""
         with self._database.write() as connection:
