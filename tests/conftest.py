@@ -6,7 +6,10 @@ on a machine that cannot build its code.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -35,3 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     except UnavailableError as error:
         for item in concerned:
             item.add_marker(pytest.mark.skip(reason=str(error)))
+
+
+@pytest.fixture(scope="session")
+def seeded() -> ModuleType:
+    """`seeded.py`: fills a store directly."""
+    place = importlib.util.spec_from_file_location("seeded", Path(__file__).parent / "seeded.py")
+    assert place is not None
+    assert place.loader is not None
+    module = importlib.util.module_from_spec(place)
+    place.loader.exec_module(module)
+    return module

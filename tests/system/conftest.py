@@ -91,6 +91,12 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
         plane.kill()
 
 
+@pytest.fixture(scope="session")
+def make_plane() -> type[Plane]:
+    """What a test makes a control plane of its own with."""
+    return Plane
+
+
 @pytest.fixture
 def ask(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the command within this process: a second faster, for what does not depend on being a process."""

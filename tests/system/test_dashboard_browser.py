@@ -154,12 +154,12 @@ def test_many_jobs_are_paged_newest_first(plane: Any, page: Page) -> None:
     rows = page.locator(".tw-grid-row[data-job]")
     expect(rows).to_have_count(25)
     expect(rows.first).to_contain_text("queued-25")
-    page.get_by_role("button", name="Older").click()
+    page.get_by_role("button", name="Next", exact=True).click()
     expect(rows.first).to_contain_text("queued-0")
     expect(page.get_by_text("Page 2")).to_be_visible()
-    page.get_by_role("button", name="Newer").click()
+    page.get_by_role("button", name="Back", exact=True).click()
     expect(rows.first).to_contain_text("queued-25")
-    expect(page.get_by_role("button", name="Newer")).to_be_disabled()
+    expect(page.get_by_role("button", name="Back", exact=True)).to_be_disabled()
 
 
 def test_an_open_page_comes_back_to_life_after_a_restart(plane: Any, browser: Browser) -> None:

@@ -12,6 +12,7 @@ from twinstep.platform.dashboard.series import MAX_POINTS
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.records import MetricPage
+from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.platform.store.store import Store
 from twinstep.spec.errors import NotFoundError
 from twinstep.spec.job import JobSpec
@@ -69,12 +70,12 @@ def test_a_refresh_reads_only_new_points_however_long_the_run(service: CountingS
 
 def test_a_row_shows_the_newest_numbers_of_a_run_without_summary(service: CountingService) -> None:
     reader, job = Reader(service), service.submit_job(JobSpec(name="live"))
-    (row,) = reader.jobs(limit=5, cursor=None).rows
+    (row,) = reader.jobs(JobFilter(), sort=JobSort.NEWEST, limit=5, cursor=None).rows
     assert (row.loss, row.step, row.model, row.dataset, row.backend) == (None, 0, "dlrmv3", "ml-100k", "inductor")
     report(service, job.run_id, 1, 4)
     progress = ProgressRecord(seq=5, time=0, phase="training", step=4, total_steps=8, examples_per_s=3.0, eta_s=1.0)
     service._store.ingest(job.run_id, [progress])
-    (row,) = reader.jobs(limit=5, cursor=None).rows
+    (row,) = reader.jobs(JobFilter(), sort=JobSort.NEWEST, limit=5, cursor=None).rows
     assert (row.loss, row.auc, row.step, row.total_steps, row.examples_per_s) == (0.25, 0.5, 4, 8, 3.0)
     assert not row.final
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,11 @@ from twinstep.platform.store.store import Store
 from twinstep.spec.job import JobSpec
 from twinstep.spec.states import RunState
 
-_SEEDED = importlib.util.spec_from_file_location("seeded", Path(__file__).parents[2] / "seeded.py")
-assert _SEEDED is not None
-assert _SEEDED.loader is not None
-seeded = importlib.util.module_from_spec(_SEEDED)
-_SEEDED.loader.exec_module(seeded)
-
 COUNT = 60
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+def database(tmp_path_factory: pytest.TempPathFactory, seeded: Any) -> Iterator[Database]:
     database = Database(f"sqlite:///{tmp_path_factory.mktemp('find')}/twinstep.db")
     seeded.fill_jobs(database, COUNT)
     yield database

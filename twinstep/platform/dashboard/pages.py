@@ -8,6 +8,7 @@ from nicegui import Client, core, ui
 from nicegui.page import page as nicegui_page
 
 from twinstep.platform.dashboard import job_page, jobs_page, theme
+from twinstep.platform.dashboard.filters import from_query
 from twinstep.platform.dashboard.reader import Reader
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.settings import Settings
@@ -21,7 +22,8 @@ def add_pages(app: FastAPI, service: Service, settings: Settings) -> None:
 
     @ui.page("/", title="Jobs · Twinstep", response_timeout=BUILD_SECONDS)
     async def _jobs(request: Request) -> None:
-        await jobs_page.build(reader, url=str(request.base_url).rstrip("/"))
+        wanted = from_query(request.query_params.multi_items())
+        await jobs_page.build(reader, wanted, url=str(request.base_url).rstrip("/"))
 
     @ui.page("/jobs/{job_id}", title="Job · Twinstep", response_timeout=BUILD_SECONDS)
     async def _job(job_id: str) -> None:

@@ -9,17 +9,22 @@ a refresh costs the same however long a run is and however many look at it.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from twinstep.platform.dashboard.series import Series
 from twinstep.platform.dashboard.views import EventLine, JobLine, JobLines, JobWithRuns, Lines, LogPiece, RunLine
 from twinstep.platform.scheduler.service import Service
-from twinstep.platform.store.records import Job, JobDetail
+from twinstep.platform.store.records import Job
+from twinstep.platform.store.search import JobFilter, JobSort
+from twinstep.spec.errors import ConflictError, TwinstepError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import dump_spec
 
 KEPT_RUNS = 200  # runs whose lines stay in memory: about 100 kB each at most
-KEPT_ABOUT = 5000
+COUNT_EVERY_S = 2.0
+COUNT_SHARE = 50  # of the time, a fiftieth at most is spent on counting, however many jobs there are
 POINTS_PER_READ = 5000
 READS_PER_REFRESH = 4  # a run of millions of points fills its charts over a few refreshes, not in one long wait
 EVENTS_PER_REFRESH = 5
@@ -45,13 +50,25 @@ class Reader:
         self._service = service
         self._lock = threading.Lock()
         self._lines: OrderedDict[str, RunLines] = OrderedDict()
-        self._about: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._counting = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._count_next = 0.0
 
-    def jobs(self, *, limit: int, cursor: str | None) -> JobLines:
-        """Return one page of jobs, newest first."""
-        page = self._service.list_jobs(limit=limit, cursor=cursor)
+    def jobs(self, wanted: JobFilter, *, sort: JobSort, limit: int, cursor: str | None) -> JobLines:
+        """Return one page of the jobs that fit."""
+        page = self._service.list_jobs(wanted, sort=sort, limit=limit, cursor=cursor)
         rows = tuple(self._row(job) for job in page.items)
         return JobLines(rows=rows, next_cursor=page.next_cursor)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many jobs are in each state, as it was a moment ago: counted once for all who look."""
+        with self._counting:
+            now = time.monotonic()
+            if now >= self._count_next:
+                self._counts = {state.value: count for state, count in self._service.count_jobs().items()}
+                took = time.monotonic() - now
+                self._count_next = now + max(COUNT_EVERY_S, COUNT_SHARE * took)
+            return self._counts
 
     def job(self, job_id: str) -> JobWithRuns:
         """Return a job with its runs, or raise NotFoundError."""
@@ -135,52 +152,43 @@ class Reader:
         """Ask for a job to stop; raises ConflictError where it has ended."""
         self._service.cancel_job(job_id)
 
+    def cancel_all(self, job_ids: Sequence[str]) -> list[str]:
+        """Ask for jobs to stop; return what was said of those that could not be asked."""
+        problems: list[str] = []
+        for job_id in job_ids:
+            try:
+                self._service.cancel_job(job_id)
+            except ConflictError:
+                continue  # it has ended meanwhile, which is what was wanted
+            except TwinstepError as error:
+                problems.append(str(error))
+        return problems
+
     def _row(self, job: Job) -> JobLine:
         progress, summary = job.progress, job.summary
-        model, dataset = self._model_and_dataset(job)
-        points = self._newest(job) if summary is None else {}
+        newest = {} if summary or not progress else self._service.last_values(job.run_id, ("loss", "eval/auc"))
         return JobLine(
             id=job.id,
             name=job.name,
             state=job.state.value,
             reason=job.reason,
-            model=model,
-            dataset=dataset,
+            machine=job.machine,
+            model=job.model,
+            dataset=job.dataset,
+            attempt=job.attempt,
             backend=job.backend,
             phase=progress.phase if progress else "",
             step=progress.step if progress else 0,
             total_steps=progress.total_steps if progress else 0,
             examples_per_s=summary.examples_per_s if summary else progress.examples_per_s if progress else None,
             eta_s=progress.eta_s if progress else None,
-            loss=summary.final_loss if summary else points.get("loss"),
-            auc=summary.auc if summary else points.get("auc"),
+            loss=summary.final_loss if summary else newest.get("loss"),
+            auc=summary.auc if summary else newest.get("eval/auc"),
             created=job.created_at,
             started=job.started_at,
             ended=job.finished_at,
             cancel_requested=job.cancel_requested_at is not None,
         )
-
-    def _newest(self, job: Job) -> dict[str, float | None]:
-        """Return the newest value of each line of a run that has no summary."""
-        if job.progress is None:
-            return {}
-        kept = self._kept(job.run_id)
-        with kept.lock:
-            self._catch_up(job.id, job.run_id, kept)
-            return {line: series.last for line, series in kept.series.items()}
-
-    def _model_and_dataset(self, job: Job) -> tuple[str, str]:
-        """Return what the list says of a job's spec, which never changes and so is asked for once."""
-        with self._lock:
-            known = self._about.get(job.id)
-        if known is None:
-            spec = (job if isinstance(job, JobDetail) else self._service.get_job(job.id)).spec
-            known = str(spec["model"]["kind"]), str(spec["data"]["dataset"])
-            with self._lock:
-                self._about[job.id] = known
-                if len(self._about) > KEPT_ABOUT:
-                    self._about.popitem(last=False)
-        return known
 
     def _kept(self, run_id: str) -> RunLines:
         with self._lock:

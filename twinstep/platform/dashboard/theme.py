@@ -6,12 +6,13 @@ is already, so pages set freely on each refresh. No data is read here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
 
 from nicegui import ui
 from nicegui.elements.mixins.text_element import TextElement
+from nicegui.events import GenericEventArguments
 
 LOGO = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" width="22" height="22" aria-hidden="true">'
@@ -114,3 +115,48 @@ class Bar:
             self.share = share
             self.fill.style(f"width: {share}%")
             self.track.props(f'aria-valuenow="{share:.0f}"')
+
+
+def with_props(element: ui.element, **props: str | bool) -> ui.element:
+    """Set HTML attributes to any text, which `props()` would read as its own little language; `_` stands for `-`."""
+    for name, value in props.items():
+        element.props[name.rstrip("_").replace("_", "-")] = value
+    return element
+
+
+def check(label: str, on_change: Callable[[bool], None]) -> ui.element:
+    """Return a check box; `label` is read to those who cannot see where it stands."""
+    box = with_props(ui.element("input").classes("tw-check"), type="checkbox", aria_label=label)
+
+    def changed(event: GenericEventArguments) -> None:
+        box.props["checked"] = bool(event.args)
+        on_change(bool(event.args))
+
+    return box.on("change", changed, js_handler="(event) => emit(event.target.checked)")
+
+
+def select(label: str, options: Mapping[str, str], value: str, on_change: Callable[[str], object]) -> ui.element:
+    """Return a drop-down list of `options` (value to words) with its label before it."""
+    with tag("label", "", "tw-select"):
+        text(label, "tw-dim tw-small")
+        with ui.element("select") as chooser:
+            for each, words in options.items():
+                option = with_props(tag("option", words), value=each)
+                if each == value:
+                    option.props["selected"] = True
+    return chooser.on("change", lambda event: on_change(str(event.args)), js_handler="(e) => emit(e.target.value)")
+
+
+def search(label: str, value: str, on_input: Callable[[str], object]) -> ui.element:
+    """Return a search field that tells what stands in it a moment after it was typed."""
+    box = ui.element("input").classes("tw-search")
+    with_props(
+        box, type="search", placeholder=label, aria_label=label, value=value, autocomplete="off", maxlength="200"
+    )
+    return box.on(
+        "input",
+        lambda event: on_input(str(event.args)),
+        js_handler="(e) => emit(e.target.value)",
+        throttle=0.25,
+        leading_events=False,
+    )

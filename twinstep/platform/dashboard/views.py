@@ -17,9 +17,12 @@ class JobLine:
     state: str
     reason: str = ""
     """Why the newest run is in this state, in one sentence; may be empty."""
+    machine: str
+    """What it asks to run on, in words: cpu, v5p 4x4x8, 128 × h100."""
     model: str
     dataset: str
     backend: str
+    attempt: int = 1
     phase: str = ""
     """What the worker does now: starting, compiling, training, evaluating, done; empty before its first report."""
     step: int = 0

@@ -165,6 +165,10 @@ class Service:
         run = self._run_of(job_id, run_id)
         return self._store.metrics(run, after=after, names=names, limit=_within(limit, MAX_POINTS))
 
+    def last_values(self, run_id: str, names: Sequence[str]) -> dict[str, float | None]:
+        """Return the newest value of each metric of a run; a metric without points is left out."""
+        return self._store.last_values(run_id, names)
+
     def read_log(
         self, job_id: str, *, offset: int = 0, limit: int = 65536, tail: int | None = None, run_id: str | None = None
     ) -> LogPart:

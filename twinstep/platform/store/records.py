@@ -92,6 +92,10 @@ class Job(_Standing):
     """Which attempt that run is."""
     backend: str = Field(description="The spec's compile.backend.")
     accelerator: str = Field(description="The spec's accelerator.kind.")
+    machine: str
+    """The accelerator in words: cpu, v5p 4x4x8, 128 × h100."""
+    chips: int
+    """TPU chips or GPUs it asks for; 0 for host processors."""
     model: str = Field(description="The spec's model.kind.")
     dataset: str = Field(description="The spec's data.dataset.")
 

@@ -16,6 +16,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, Text, and_, cast,
 
 from twinstep.platform.store.records import Job, JobPage, Run
 from twinstep.platform.store.tables import JobRow, RunRow
+from twinstep.spec.machine import machine_words
 from twinstep.spec.states import RunState
 
 SCANNED = 20_000
@@ -76,7 +77,10 @@ def job_fields(row: Row[Any]) -> dict[str, Any]:
     """Return the fields of a Job out of a row of `select_jobs`."""
     fields = row._asdict()
     spec = fields.pop("spec")
+    machine = machine_words(spec["accelerator"])
     return fields | {
+        "machine": machine.name,
+        "chips": machine.chips,
         "backend": spec["compile"]["backend"],
         "accelerator": spec["accelerator"]["kind"],
         "model": spec["model"]["kind"],

@@ -27,6 +27,7 @@ from twinstep.platform.store.records import (
     Run,
 )
 from twinstep.platform.store.search import JobFilter, JobSort, count_states, find_jobs, job_fields, select_jobs
+from twinstep.platform.store.series import last_values
 from twinstep.platform.store.submits import add_job, known_job, remember_key
 from twinstep.platform.store.tables import EventRow, JobRow, MetricRow, RunRow
 from twinstep.platform.store.troubles import again
@@ -283,6 +284,11 @@ class Store:
     def _events(self, query: Select[Any]) -> list[Event]:
         with self._database.read() as connection:
             return [Event.model_validate(row._asdict()) for row in connection.execute(query)]
+
+    def last_values(self, run_id: str, names: Sequence[str]) -> dict[str, float | None]:
+        """Return the value of each metric at its last step; a metric without points is left out."""
+        with self._database.read() as connection:
+            return last_values(connection, run_id, names)
 
     def metrics(self, run_id: str, *, after: int = 0, names: Sequence[str] = (), limit: int = 1000) -> MetricPage:
         """Return a run's metric points with an id above `after`, in the order they were stored."""

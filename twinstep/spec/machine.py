@@ -1,0 +1,31 @@
+"""What a spec's accelerator is called, and its chips: `v5p 4x4x8`, `2 × v5p 4x4x4`, `128 × h100`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from twinstep.spec.topology import chips_of
+
+
+@dataclass(frozen=True, slots=True)
+class MachineWords:
+    """An accelerator, in words and in chips."""
+
+    name: str
+    chips: int
+    """TPU chips or GPUs; 0 for host processors."""
+
+
+def machine_words(accelerator: Mapping[str, Any]) -> MachineWords:
+    """Return the words for the `accelerator` of a spec that is valid."""
+    match accelerator["kind"]:
+        case "tpu":
+            slices, topology = int(accelerator.get("slices", 1)), str(accelerator["topology"])
+            name = f"{accelerator['generation']} {topology}"
+            return MachineWords(name if slices == 1 else f"{slices} × {name}", slices * chips_of(topology))
+        case "gpu":
+            return MachineWords(f"{accelerator['count']} × {accelerator['model']}", int(accelerator["count"]))
+    devices = int(accelerator.get("devices", 1))
+    return MachineWords("cpu" if devices == 1 else f"cpu, {devices} devices", 0)
