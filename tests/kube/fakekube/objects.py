@@ -6,6 +6,7 @@ Stored objects are never changed in place: a change stores a new one, so whateve
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import secrets
 import threading
@@ -308,8 +309,9 @@ class Objects:
             while self.collecting and (found := list(self._orphans())):
                 for resource, each in found:
                     metadata = each["metadata"]
-                    self.delete(resource, metadata.get("namespace", ""), metadata["name"], uid=metadata["uid"])
-                    count += 1
+                    with contextlib.suppress(Refusal):  # deleting the one before may have taken it along
+                        self.delete(resource, metadata.get("namespace", ""), metadata["name"], uid=metadata["uid"])
+                        count += 1
             self._finish_foreground()
         return count
 

@@ -239,8 +239,6 @@ class KubeApi:
         read_s: float,
     ) -> Any:
         headers = {"Accept": accept, **({"Content-Type": content} if body is not None else {})}
-        # The client writes JSON itself for its own type only; any other type takes text as it is.
-        text: Any = body if content == "application/json" or body is None else json.dumps(body)
         try:
             with self._lock:  # credentials may be refreshed here, and written into the one configuration
                 client = self._client
@@ -249,7 +247,7 @@ class KubeApi:
                     path,
                     query_params=list(query.items()),
                     header_params=headers,
-                    body=text,
+                    body=None if body is None else dict(body),
                     auth_settings=["BearerToken"],
                 )
             return client.call_api(*request, _request_timeout=(CONNECT_S, read_s)).response
@@ -390,7 +388,8 @@ def refusal(code: int, status: Body, *, verb: str, kind: Kind, path: str) -> Exc
     """Return the error that an API server's answer is."""
     message = str(status.get("message") or http.client.responses.get(code, ""))[:1000]
     asked = f"{verb} {kind.resource}"
-    if code in (400, 422) or (code == 413):
+    # Server-side apply of a field that the kind does not have is a 500 without a reason, and will stay one.
+    if code in (400, 413, 422) or (code == 500 and "field not declared in schema" in message):
         faults = tuple(
             Fault(field=str(cause.get("field") or ""), problem=str(cause.get("message") or cause.get("reason") or ""))
             for cause in ((status.get("details") or {}).get("causes") or ())
