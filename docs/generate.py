@@ -55,6 +55,7 @@ RULES = (
 EVENTS = (
     ("submitted", "user", "The job was stored.", "`to`"),
     ("state_changed", "scheduler, worker", "A run moved from one state to another.", "`from`, `to`"),
+    ("restarted", "scheduler", "The cluster started a run's pods again before it had begun.", "`restarts`"),
     ("cancel_requested", "user", "Somebody asked for the job to stop.", ""),
     ("started", "worker", "The worker process is up; nothing is loaded yet.", "`versions`, `pid`, `threads`"),
     (

@@ -1,7 +1,8 @@
 """The table of commands, and the one place where an error becomes words and an exit code.
 
-Commands live in `here.py` (this machine: up, train, validate, schema), `parity.py` (compare the backends here),
-`explain.py` (what the compiler does), `jobs.py` (ask the control plane) and `cluster.py` (topologies, render).
+Commands live in `up.py` (a control plane), `here.py` (this machine: train, validate, schema), `parity.py` (compare the
+backends here), `explain.py` (what the compiler does), `jobs.py` (ask the control plane) and `cluster.py` (topologies,
+render).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from twinstep.cli import cluster, explain, here, jobs, parity
+from twinstep.cli import cluster, explain, here, jobs, parity, up
 from twinstep.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_code, report_error
 from twinstep.spec.errors import TwinstepError
 
@@ -56,6 +57,7 @@ def _root(
     """Train recommendation models from one job spec: submit it, follow it, or run it here."""
 
 
+up.register(app)
 here.register(app)
 jobs.register(app)
 cluster.register(app)

@@ -1,4 +1,4 @@
-"""Commands that need no control plane, or are one: up, train, compile, validate, schema."""
+"""Commands that need no control plane: train, compile, validate, schema."""
 
 from __future__ import annotations
 
@@ -25,54 +25,10 @@ class Lowered(enum.Enum):
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
-    app.command("up")(up)
     app.command("train")(train)
     app.command("compile")(compile_ahead)
     app.command("validate")(validate)
     app.command("schema")(schema)
-
-
-def up(
-    port: Annotated[
-        int | None, typer.Option("--port", "-p", min=0, max=65535, help="TCP port on loopback; 0 takes a free one.")
-    ] = None,
-    data_dir: Annotated[
-        str | None,
-        typer.Option(
-            "--data-dir",
-            metavar="DIR",
-            help="Where jobs are kept; else TWINSTEP_DATA_DIR, else ~/.local/share.",
-        ),
-    ] = None,
-    database_url: Annotated[
-        str | None,
-        typer.Option(
-            "--database-url",
-            metavar="URL",
-            help="postgresql://USER@HOST/NAME instead of SQLite; else TWINSTEP_DATABASE_URL, which ps does not show.",
-        ),
-    ] = None,
-    max_parallel: Annotated[int, typer.Option("--max-parallel", min=1, help="Runs at once; others wait.")] = 1,
-) -> int:
-    """Start a control plane here: REST API, dashboard, local runs. Ctrl-C ends it; runs go on."""
-    import os
-    from pathlib import Path
-
-    from twinstep.platform.server import serve
-    from twinstep.platform.settings import DEFAULT_PORT, Settings, default_data_dir
-
-    settings = Settings(
-        data_dir=Path(data_dir) if data_dir else default_data_dir(os.environ),
-        database_url=database_url or os.environ.get("TWINSTEP_DATABASE_URL") or None,
-        port=DEFAULT_PORT if port is None else port,
-        max_parallel_runs=max_parallel,
-    )
-
-    def ready(url: str) -> None:
-        print(f"control plane ready: {url}\ndata in {settings.data_dir}; Ctrl-C ends it, runs go on", flush=True)
-
-    serve(settings, on_ready=ready)
-    return 0
 
 
 def train(spec_path: SpecArg, as_json: JsonOpt = False) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from twinstep.spec.errors import UnavailableError
 
@@ -43,6 +44,38 @@ def _worker_command() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterSettings:
+    """The Kubernetes cluster that TPU and GPU jobs run in, and how this control plane gets there."""
+
+    kubeconfig: Path | None = None
+    """File that says where it is; None: the one that KUBECONFIG names, or ~/.kube/config."""
+    context: str | None = None
+    """Which of the file's contexts; None: its current one."""
+    in_cluster: bool = False
+    """The control plane is a pod of that cluster: its service account and the address it is told are used."""
+    namespaces: tuple[str, ...] = ("default",)
+    """Namespaces that jobs may name; nothing is looked at elsewhere."""
+    api_url: str | None = None
+    """Where workers reach this control plane from their pods; None: they report nowhere."""
+    crds: Path | None = None
+    """Directory of the cluster's custom resource definitions, to check objects against before they are sent."""
+
+    def __post_init__(self) -> None:
+        if self.in_cluster and (self.kubeconfig or self.context):
+            raise UnavailableError(
+                "a control plane inside its cluster has no kubeconfig and no context",
+                remedy="leave out --in-cluster, or the other two",
+            )
+        if not self.namespaces:
+            raise UnavailableError("no namespace is named: no job could run", remedy="--namespace default")
+        if self.api_url is not None and urlsplit(self.api_url).scheme not in ("http", "https"):
+            raise UnavailableError(
+                f"{self.api_url!r} is not an address that workers can report to",
+                remedy="give one of the form http://twinstep.twinstep.svc:8765",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """Settings of one control plane."""
 
@@ -64,6 +97,8 @@ class Settings:
     """Seconds between two looks at what runs; a submit or a cancel is looked at at once."""
     stream_seconds: float = 0.25
     """Seconds between two looks of a live stream."""
+    cluster: ClusterSettings | None = None
+    """Where TPU and GPU jobs run; None: nowhere, they are refused."""
     worker_image: str | None = None
     """Container image of workers in a cluster, where a spec names none."""
     worker_command: tuple[str, ...] = field(default_factory=_worker_command)

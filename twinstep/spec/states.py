@@ -48,6 +48,8 @@ MOVES: dict[RunState, frozenset[RunState]] = {
 
 FINAL = frozenset(state for state, targets in MOVES.items() if not targets)
 LIVE = frozenset(RunState) - FINAL
+ACTIVE = frozenset({RunState.STARTING, RunState.RUNNING, RunState.RESTARTING})
+"""States in which a run holds what it asked for: a slot here, nodes in a cluster. Its time limit counts them alone."""
 
 
 def check_move(now: RunState, to: RunState, *, run_id: str) -> None:

@@ -152,8 +152,8 @@ def test_a_report_asks_once_whose_token_it_carries(live, monkeypatch) -> None:
     live.when(job["id"], "starting")
     token = json.loads((live.run_dir(job) / "token").read_text())
     asked: list[str] = []
-    token_hash = live.plane.store.token_hash
-    monkeypatch.setattr(live.plane.store, "token_hash", lambda run: asked.append(run) or token_hash(run))
+    token_hashes = live.plane.store.token_hashes
+    monkeypatch.setattr(live.plane.store, "token_hashes", lambda run: asked.append(run) or token_hashes(run))
     assert report(live, job["run_id"], token, record(1)).json() == {"acked": 1}
     assert asked == [job["run_id"]]
 

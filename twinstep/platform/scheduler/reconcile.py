@@ -19,11 +19,10 @@ from twinstep.platform.store.records import Run
 from twinstep.platform.store.store import Store
 from twinstep.spec.errors import TwinstepError, UnavailableError
 from twinstep.spec.job import JobSpec, RuntimeSpec
-from twinstep.spec.states import RunState
+from twinstep.spec.states import ACTIVE, RunState
 
 log = logging.getLogger(__name__)
 
-_HOLDS_A_SLOT = frozenset({RunState.STARTING, RunState.RUNNING, RunState.RESTARTING})
 SILENCE_S = 5.0  # a worker that was not heard of for so long may not reach us: what it spooled is read instead
 ACTOR = "scheduler"
 _UNSEEN = Sight(seen=Seen.ABSENT)  # of a run that waits nothing is to be seen, however long the queue
@@ -90,12 +89,12 @@ class Reconciler:
 
     def run_once(self) -> None:
         """Look at every run that is not final, and do the one thing each needs."""
-        runs = self._store.live_runs()
-        held = sum(run.state in _HOLDS_A_SLOT for run in runs)
+        runs = self._store.live_runs(backend="local")
+        held = sum(run.state in ACTIVE for run in runs)
         ahead, told = held, []
         for run in runs:
             try:
-                if run.state in _HOLDS_A_SLOT:
+                if run.state in ACTIVE:
                     self._look_after(run)
                     continue
                 action = decide(_wanted(run, slot_free=held < self._slots, ahead=ahead), _UNSEEN)
@@ -107,8 +106,8 @@ class Reconciler:
                 held += action.do is Do.START
             except Exception as error:
                 told.append((run, self._trouble(run, error)))
-                if run.state not in _HOLDS_A_SLOT:  # it may have come as far as that before it went wrong
-                    held += self._store.run(run.id).state in _HOLDS_A_SLOT
+                if run.state not in ACTIVE:  # it may have come as far as that before it went wrong
+                    held += self._store.run(run.id).state in ACTIVE
         self._store.set_reasons([(run, reason) for run, reason in told if run.reason != reason])
         self._passed_at = time.monotonic()
 
@@ -157,7 +156,7 @@ class Reconciler:
     def _finish(self, run: Run, to: RunState, reason: str, sight: Sight) -> None:
         if sight.seen is Seen.VANISHED:
             self._backend.sweep(run.id)
-        started = run.state in _HOLDS_A_SLOT
+        started = run.state in ACTIVE
         if started:
             for records, _ in self._backend.spool(run.id, after=run.acked_seq, offset=self._spool(run.id).offset):
                 self._store.ingest(run.id, records, skip_gaps=True)

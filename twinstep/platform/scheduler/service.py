@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from twinstep.platform.scheduler.explain import Explanation, explain
-from twinstep.platform.scheduler.render.render import RenderedRun, render
+from twinstep.platform.scheduler.render.render import RenderedRun
 from twinstep.platform.scheduler.rundir import LogPart, RunDir, hash_token
-from twinstep.platform.scheduler.validate.check import check
+from twinstep.platform.scheduler.runnable import check_runnable, planned
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.records import EventPage, Job, JobDetail, JobPage, MetricPage, Run, View
 from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.platform.store.store import Store
-from twinstep.spec.errors import AuthError, ConflictError, Fault, NotFoundError, SpecError
+from twinstep.spec.errors import AuthError, ConflictError, NotFoundError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import ReportAck, ReportBatch
 from twinstep.spec.states import RunState
@@ -67,7 +67,7 @@ class Service:
         Raises:
             SpecError: no backend of this control plane can run it; nothing is stored.
         """
-        _check_runnable(spec)
+        check_runnable(spec, self.settings)
         job = self._store.create_job(spec, actor=actor)
         self._nudge()
         return job
@@ -82,7 +82,7 @@ class Service:
             SpecError: no backend of this control plane can run it; nothing is stored.
             ConflictError: the key came with another spec before.
         """
-        _check_runnable(spec)
+        check_runnable(spec, self.settings)
         job, new = self._store.create_job_once(spec, key=key, actor=actor)
         if new:
             self._nudge()
@@ -94,9 +94,7 @@ class Service:
         Raises:
             SpecError: it is no cluster's, or the cluster would refuse what it renders to.
         """
-        found = render(spec, default_image=self.settings.worker_image)
-        check(found.objects)
-        return found
+        return planned(spec, self.settings)
 
     def list_jobs(
         self,
@@ -213,8 +211,9 @@ class Service:
 
         Takes the same time whatever is wrong.
         """
-        stored = self._store.token_hash(run_id) or hash_token("")
-        if not hmac.compare_digest(stored, hash_token(token)) or not token:
+        given = hash_token(token)
+        stored = self._store.token_hashes(run_id) or (hash_token(""),)
+        if not sum(hmac.compare_digest(each, given) for each in stored) or not token:  # a sum compares with all
             raise AuthError(
                 "the run token is missing or wrong",
                 remedy="send `Authorization: Bearer TOKEN` with the TWINSTEP_RUN_TOKEN the worker was started with",
@@ -243,20 +242,3 @@ class Service:
 
 def _within(limit: int, most: int) -> int:
     return max(1, min(limit, most))
-
-
-def _check_runnable(spec: JobSpec) -> None:
-    kind = spec.accelerator.kind
-    if kind != "cpu":
-        fault = Fault(
-            field="accelerator.kind",
-            problem="cannot run on this control plane, which has only its own machine",
-            given=f"'{kind}'",
-            allowed="cpu",
-            remedy="kind: cpu",
-        )
-        raise SpecError(
-            f"spec is not valid: no {kind} to run on here",
-            remedy="set accelerator: cpu to run it here",
-            faults=(fault,),
-        )

@@ -1,13 +1,77 @@
-"""Write a change of state and the event of it, in one transaction. Whether the move is allowed was asked before."""
+"""Write a change of state and the event of it, in one transaction: guarded by version, checked against the table."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, insert, update
+from sqlalchemy import Connection, insert, select, update
 
 from twinstep.platform.store.tables import EventRow, RunRow
-from twinstep.spec.states import RunState
+from twinstep.spec.errors import NotFoundError
+from twinstep.spec.states import ACTIVE, FINAL, RunState, check_move
+
+
+def guarded_move(
+    connection: Connection,
+    run_id: str,
+    path: Sequence[RunState],
+    *,
+    if_version: int,
+    reason: str,
+    actor: str,
+    time: float,
+    changes: dict[str, Any],
+) -> str | None:
+    """Move a run along a path of states in the caller's transaction; return its job, None where another was first.
+
+    Args:
+        changes: further columns, written with the last of the moves.
+
+    Raises:
+        StateError: the table of moves does not know one; nothing is changed.
+        NotFoundError: no such run.
+    """
+    row = connection.execute(
+        select(
+            RunRow.job_id, RunRow.state, RunRow.version, RunRow.started_at, RunRow.active_since, RunRow.active_seconds
+        )
+        .where(RunRow.id == run_id)
+        .with_for_update()
+    ).one_or_none()
+    if row is None:
+        raise NotFoundError(f"there is no run {run_id!r}", remedy="list a job's runs: GET /v1/jobs/JOB/runs")
+    if row.version != if_version:
+        return None
+    now = RunState(row.state)
+    for number, to in enumerate(path):
+        check_move(now, to, run_id=run_id)
+        write_move(
+            connection,
+            run_id=run_id,
+            job_id=row.job_id,
+            now=now,
+            to=to,
+            version=if_version + number,
+            reason=reason,
+            actor=actor,
+            time=time,
+            changes=changes if number == len(path) - 1 else {},
+        )
+        now = to
+    times: dict[str, Any] = {}
+    if RunState.STARTING in path and row.started_at is None:
+        times["started_at"] = time
+    if now in FINAL:
+        times["finished_at"] = time
+    if now in ACTIVE and row.active_since is None:
+        times["active_since"] = time
+    elif now not in ACTIVE and row.active_since is not None:
+        # A clock that was set back counts nothing, and never less than before.
+        times |= {"active_since": None, "active_seconds": row.active_seconds + max(0.0, time - row.active_since)}
+    if times:
+        connection.execute(update(RunRow).where(RunRow.id == run_id).values(**times))
+    return str(row.job_id)
 
 
 def write_move(

@@ -36,6 +36,16 @@ class Progress(View):
     """Seconds to the last step."""
 
 
+class Workload(View):
+    """The JobSet or RayJob of a run in a cluster."""
+
+    kind: str
+    namespace: str
+    name: str
+    uid: str = ""
+    """Empty as long as it is not known that the cluster has it."""
+
+
 class _Standing(View):
     """What a run and its job share."""
 
@@ -53,6 +63,10 @@ class _Standing(View):
     """When the worker was last heard of."""
     cancel_requested_at: float | None = None
     """When somebody asked for it to stop."""
+    suspend_requested_at: float | None = None
+    """When somebody asked for it to be suspended; null once it may go on."""
+    restarts: int = 0
+    """Times the cluster has started its pods again within the run; never falls."""
     progress: Progress | None = None
     """The newest progress report."""
     summary: RunSummary | None = None
@@ -73,6 +87,18 @@ class Run(_Standing):
     """The job it belongs to."""
     attempt: int
     """1 for the first start."""
+    backend: str
+    """Where it runs: local (this machine) or kubernetes."""
+    spec: dict[str, Any] | None = None
+    """The JobSpec of this attempt; null: the job's."""
+    resumed_from: str | None = None
+    """The run that this one goes on from."""
+    cluster: Workload | None = None
+    """What it is in the cluster; null before anything was sent there."""
+    active_since: float | None = None
+    """Since when it is started or runs; null while it waits, and once it has ended."""
+    active_seconds: float = 0.0
+    """Seconds it was active before that; runtime.max_seconds limits the sum."""
     version: int
     """Grows with every change of state; guards against two writers."""
     acked_seq: int = 0
@@ -104,7 +130,7 @@ class JobDetail(Job):
     """A job with its spec."""
 
     spec: dict[str, Any]
-    """The JobSpec, defaults filled in."""
+    """The JobSpec of its newest run, defaults filled in."""
 
 
 class Event(View):

@@ -22,8 +22,10 @@ from twinstep.spec.states import RunState
 SCANNED = 20_000
 """Jobs that a page looks through at most for what no index knows: some 100 ms."""
 MAX_WORDS = 8
-STANDING = [getattr(RunRow, name) for name in Job.model_fields if name in Run.model_fields and name != "id"]
-"""What a job shows of its newest run."""
+STANDING = [
+    getattr(RunRow, name) for name in Job.model_fields if name in Run.model_fields and name not in ("id", "backend")
+]
+"""What a job shows of its newest run; its backend is the spec's, which is not what a run means by it."""
 
 
 class JobSort(StrEnum):
@@ -70,7 +72,14 @@ def newest_run() -> ColumnElement[bool]:
 
 def select_jobs() -> Select[Any]:
     """Return the query of every job with the standing of its newest run and its spec."""
-    return select(JobRow.id, JobRow.name, JobRow.spec, RunRow.id.label("run_id"), *STANDING).join(RunRow, newest_run())
+    return select(JobRow.id, JobRow.name, spec_of_run().label("spec"), RunRow.id.label("run_id"), *STANDING).join(
+        RunRow, newest_run()
+    )
+
+
+def spec_of_run() -> ColumnElement[Any]:
+    """Return the spec of a row of runs: its own where an attempt was changed, else its job's."""
+    return func.coalesce(RunRow.spec, JobRow.spec, type_=JobRow.spec.type)
 
 
 def job_fields(row: Row[Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError
 from twinstep.platform.store.changes import Changes
 from twinstep.platform.store.database import Database
 from twinstep.platform.store.ingest import Ingested, ingest
-from twinstep.platform.store.moves import add_event, write_move
+from twinstep.platform.store.moves import add_event, guarded_move
 from twinstep.platform.store.records import (
     Event,
     EventPage,
@@ -34,7 +34,7 @@ from twinstep.platform.store.troubles import again
 from twinstep.spec.errors import NotFoundError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import Record
-from twinstep.spec.states import FINAL, LIVE, RunState, check_move
+from twinstep.spec.states import LIVE, RunState
 
 _RUN_FIELDS = [getattr(RunRow, name) for name in Run.model_fields]
 
@@ -52,6 +52,11 @@ class Store:
         self.changes = Changes()
         if self._database.dialect == "postgresql":
             self.changes.share(self._database.url)
+
+    @property
+    def database(self) -> Database:
+        """The database, for what keeps its own tables in it."""
+        return self._database
 
     def close(self) -> None:
         """Close the database."""
@@ -133,9 +138,11 @@ class Store:
         with self._database.read() as connection:
             return [Run.model_validate(row._asdict()) for row in connection.execute(query)]
 
-    def live_runs(self) -> list[Run]:
-        """Return every run that is not final, in the order they were submitted."""
+    def live_runs(self, *, backend: str | None = None) -> list[Run]:
+        """Return every run (of one backend) that is not final, in the order they were submitted."""
         query = select(*_RUN_FIELDS).where(RunRow.state.in_(sorted(LIVE))).order_by(RunRow.id)
+        if backend is not None:
+            query = query.where(RunRow.backend == backend)
         with self._database.read() as connection:
             return [Run.model_validate(row._asdict()) for row in connection.execute(query)]
 
@@ -145,10 +152,15 @@ class Store:
         with self._database.read() as connection:
             return {RunState(state): count for state, count in connection.execute(query)}
 
-    def token_hash(self, run_id: str) -> str | None:
-        """Return the hash of a run's token; null before its first start, and where there is no such run."""
+    def token_hashes(self, run_id: str) -> tuple[str, ...]:
+        """Return the hashes of a run's tokens: none before its first start, and where there is no such run.
+
+        More than one only where a launch in a cluster was begun again.
+        """
+        query = select(RunRow.token_hash, RunRow.spare_token_hash).where(RunRow.id == run_id)
         with self._database.read() as connection:
-            return connection.execute(select(RunRow.token_hash).where(RunRow.id == run_id)).scalar_one_or_none()
+            row = connection.execute(query).one_or_none()
+        return tuple(each for each in row or () if each is not None)
 
     @again
     def move(
@@ -167,39 +179,21 @@ class Store:
             StateError: the table of moves does not know this one; nothing is changed.
             NotFoundError: no such run.
         """
-        now = time.time()
-        changes: dict[str, Any] = {}
-        if token_hash is not None:
-            changes["token_hash"] = token_hash
+        changes = {} if token_hash is None else {"token_hash": token_hash}
         with self._database.write() as connection:
-            row = connection.execute(
-                select(RunRow.job_id, RunRow.state, RunRow.version, RunRow.started_at)
-                .where(RunRow.id == run_id)
-                .with_for_update()
-            ).one_or_none()
-            if row is None:
-                raise NotFoundError(f"there is no run {run_id!r}", remedy="list a job's runs: GET /v1/jobs/JOB/runs")
-            if row.version != if_version:
-                return False
-            check_move(RunState(row.state), to, run_id=run_id)
-            if to is RunState.STARTING and row.started_at is None:
-                changes["started_at"] = now
-            if to in FINAL:
-                changes["finished_at"] = now
-            write_move(
+            job_id = guarded_move(
                 connection,
-                run_id=run_id,
-                job_id=row.job_id,
-                now=RunState(row.state),
-                to=to,
-                version=if_version,
+                run_id,
+                [to],
+                if_version=if_version,
                 reason=reason,
                 actor=actor,
-                time=now,
+                time=time.time(),
                 changes=changes,
             )
-        self.changes.bump(row.job_id)
-        return True
+        if job_id is not None:
+            self.changes.bump(job_id)
+        return job_id is not None
 
     @again
     def set_reasons(self, reasons: Sequence[tuple[Run, str]]) -> None:

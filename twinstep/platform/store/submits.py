@@ -29,6 +29,7 @@ def add_job(connection: Connection, name: str, spec: dict[str, Any], *, actor: s
             id=run_id,
             job_id=job_id,
             attempt=1,
+            backend=backend_of(spec),
             state=RunState.PENDING,
             reason="submitted; the scheduler has not looked at it yet",
             version=1,
@@ -47,6 +48,11 @@ def add_job(connection: Connection, name: str, spec: dict[str, Any], *, actor: s
         data={"to": RunState.PENDING},
     )
     return job_id
+
+
+def backend_of(spec: dict[str, Any]) -> str:
+    """Return where runs of a spec run: this machine has processors, a cluster has the rest."""
+    return "local" if spec["accelerator"]["kind"] == "cpu" else "kubernetes"
 
 
 def known_job(connection: Connection, key: str, spec: dict[str, Any]) -> str | None:

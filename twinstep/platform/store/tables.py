@@ -47,11 +47,28 @@ class RunRow(Base):
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
     attempt: Mapped[int]
+    backend: Mapped[str] = mapped_column(String(16), server_default="local")
+    """local or kubernetes."""
+    spec: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
+    """The JobSpec of this attempt; null: the job's."""
+    resumed_from: Mapped[str | None] = mapped_column(String(32))
     state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str] = mapped_column(Text)
     version: Mapped[int]
+    restarts: Mapped[int] = mapped_column(server_default="0")
+    cluster: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
+    """The workload: null before anything was sent, without a uid before the cluster is known to have it."""
+    diagnosis: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
     token_hash: Mapped[str | None] = mapped_column(String(64))
+    spare_token_hash: Mapped[str | None] = mapped_column(String(64))
+    """Of the launch before, which may be the one whose token the pods have."""
     cancel_requested_at: Mapped[float | None]
+    suspend_requested_at: Mapped[float | None]
+    suspended_at: Mapped[float | None]
+    """When the cluster was told to suspend it; null once it was told to go on."""
+    active_since: Mapped[float | None]
+    active_seconds: Mapped[float] = mapped_column(server_default="0")
+    """Spent active before `active_since`."""
     created_at: Mapped[float]
     started_at: Mapped[float | None]
     finished_at: Mapped[float | None]

@@ -1,0 +1,128 @@
+"""The command that is a control plane: up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from twinstep.spec.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from twinstep.platform.settings import ClusterSettings
+
+PortOpt = Annotated[
+    int | None, typer.Option("--port", "-p", min=0, max=65535, help="TCP port on loopback; 0 takes a free one.")
+]
+DataDirOpt = Annotated[
+    str | None,
+    typer.Option("--data-dir", metavar="DIR", help="Where jobs are kept; else TWINSTEP_DATA_DIR, else ~/.local/share."),
+]
+DatabaseOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--database-url",
+        metavar="URL",
+        help="postgresql://USER@HOST/NAME instead of SQLite; else TWINSTEP_DATABASE_URL, which ps does not show.",
+    ),
+]
+ParallelOpt = Annotated[int, typer.Option("--max-parallel", min=1, help="Runs at once on this machine; others wait.")]
+KubeconfigOpt = Annotated[
+    str | None, typer.Option("--kubeconfig", metavar="FILE", help="Run TPU and GPU jobs in the cluster of this file.")
+]
+ContextOpt = Annotated[
+    str | None, typer.Option("--context", metavar="NAME", help="Context of the kubeconfig; else its current one.")
+]
+InClusterOpt = Annotated[
+    bool, typer.Option("--in-cluster", help="Run TPU and GPU jobs in the cluster this is a pod of.")
+]
+NamespaceOpt = Annotated[
+    list[str] | None,
+    typer.Option("--namespace", metavar="NAME", help="Namespace that jobs may name; give it once each."),
+]
+WorkersUrlOpt = Annotated[
+    str | None, typer.Option("--workers-url", metavar="URL", help="Where pods reach this control plane.")
+]
+ImageOpt = Annotated[str | None, typer.Option("--image", metavar="REF", help="Worker image where a spec names none.")]
+CrdsOpt = Annotated[
+    str | None, typer.Option("--crds", metavar="DIR", help="Custom resource definitions to check jobs against.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("up")(up)
+
+
+def up(
+    port: PortOpt = None,
+    data_dir: DataDirOpt = None,
+    database_url: DatabaseOpt = None,
+    max_parallel: DatabaseOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--database-url",
+        metavar="URL",
+        help="postgresql://USER@HOST/NAME instead of SQLite; else TWINSTEP_DATABASE_URL, which ps does not show.",
+    ),
+]
+ParallelOpt = 1,
+    kubeconfig: KubeconfigOpt = None,
+    context: ContextOpt = None,
+    in_cluster: InClusterOpt = False,
+    namespaces: NamespaceOpt = None,
+    workers_url: WorkersUrlOpt = None,
+    image: ImageOpt = None,
+    crds: CrdsOpt = None,
+) -> int:
+    """Start a control plane here: REST API, dashboard, runs of this machine and of a cluster.
+
+    Ctrl-C ends it; runs go on.
+    """
+    from twinstep.platform.server import serve
+    from twinstep.platform.settings import DEFAULT_PORT, Settings, default_data_dir
+
+    settings = Settings(
+        data_dir=Path(data_dir) if data_dir else default_data_dir(os.environ),
+        database_url=database_url or os.environ.get("TWINSTEP_DATABASE_URL") or None,
+        port=DEFAULT_PORT if port is None else port,
+        max_parallel_runs=max_parallel,
+        cluster=_cluster(kubeconfig, context, in_cluster, namespaces, workers_url, crds),
+        worker_image=image,
+    )
+
+    def ready(url: str) -> None:
+        print(f"control plane ready: {url}\ndata in {settings.data_dir}; Ctrl-C ends it, runs go on", flush=True)
+
+    serve(settings, on_ready=ready)
+    return 0
+
+
+def _cluster(
+    kubeconfig: str | None,
+    context: str | None,
+    in_cluster: bool,
+    namespaces: list[str] | None,
+    workers_url: str | None,
+    crds: str | None,
+) -> ClusterSettings | None:
+    """Return the cluster that the options name; None where they name none."""
+    from twinstep.platform.settings import ClusterSettings
+
+    if kubeconfig or context or in_cluster:
+        return ClusterSettings(
+            kubeconfig=Path(kubeconfig) if kubeconfig else None,
+            context=context,
+            in_cluster=in_cluster,
+            namespaces=tuple(namespaces or ("default",)),
+            api_url=workers_url,
+            crds=Path(crds) if crds else None,
+        )
+    if namespaces or workers_url or crds:
+        raise UnavailableError(
+            "--namespace, --workers-url and --crds are for a control plane with a cluster",
+            remedy="add --kubeconfig FILE, --context NAME or --in-cluster",
+        )
+    return None

@@ -1,0 +1,70 @@
+"""Can a spec run here? Asked before anything is stored: what a cluster would refuse is refused to its submitter."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from twinstep.platform.scheduler.render.render import RenderedRun, render
+from twinstep.platform.scheduler.validate.check import check
+from twinstep.platform.scheduler.validate.schemas import CustomResources
+from twinstep.platform.settings import ClusterSettings, Settings
+from twinstep.spec.errors import Fault, SpecError
+from twinstep.spec.job import JobSpec
+
+
+def check_runnable(spec: JobSpec, settings: Settings) -> None:
+    """Raise SpecError unless a backend of this control plane takes `spec`.
+
+    Raises:
+        SpecError: there is no cluster for it, or the cluster would refuse what it renders to.
+    """
+    kind, cluster = spec.accelerator.kind, settings.cluster
+    if kind == "cpu":
+        return
+    if cluster is None:
+        raise _refused(
+            f"no {kind} to run on here",
+            Fault(
+                field="accelerator.kind",
+                problem="cannot run on this control plane, which has only its own machine",
+                given=f"'{kind}'",
+                allowed="cpu",
+                remedy="kind: cpu",
+            ),
+            "set accelerator: cpu to run it here, or start the control plane with a cluster: twinstep up --kubeconfig",
+        )
+    if spec.kubernetes.namespace not in cluster.namespaces:
+        raise _refused(
+            "its namespace is not one of this control plane's",
+            Fault(
+                field="kubernetes.namespace",
+                problem="is not one that this control plane looks after",
+                given=f"'{spec.kubernetes.namespace}'",
+                allowed=", ".join(cluster.namespaces),
+                remedy=f"namespace: {cluster.namespaces[0]}",
+            ),
+            f"set kubernetes.namespace: {cluster.namespaces[0]}",
+        )
+    planned(spec, settings)
+
+
+def planned(spec: JobSpec, settings: Settings) -> RenderedRun:
+    """Return what a spec would become in a cluster, checked as the cluster would.
+
+    Raises:
+        SpecError: it is no cluster's, or the cluster would refuse what it renders to.
+    """
+    cluster = settings.cluster or ClusterSettings()
+    found = render(spec, default_image=settings.worker_image, api_url=cluster.api_url)
+    check(found.objects, None if cluster.crds is None else _resources(cluster.crds))
+    return found
+
+
+@lru_cache(maxsize=4)
+def _resources(directory: Path) -> CustomResources:
+    return CustomResources(directory)
+
+
+def _refused(problem: str, fault: Fault, remedy: str) -> SpecError:
+    return SpecError(f"spec is not valid: {problem}", remedy=remedy, faults=(fault,))

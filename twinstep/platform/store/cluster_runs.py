@@ -1,0 +1,189 @@
+"""Runs in a cluster, as their reconciler reads and writes them: one query for a pass, and writes guarded by version.
+
+Two control planes may think for a moment that they lead: of two writes at one version, one happens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import bindparam, select, update
+
+from twinstep.platform.store.database import Database
+from twinstep.platform.store.moves import add_event, guarded_move
+from twinstep.platform.store.records import Workload
+from twinstep.platform.store.search import spec_of_run
+from twinstep.platform.store.tables import JobRow, RunRow
+from twinstep.spec.states import FINAL, LIVE, RunState
+
+ACTOR = "scheduler"
+_COLUMNS = (
+    "id", "job_id", "attempt", "state", "reason", "version", "restarts", "cluster", "diagnosis",
+    "cancel_requested_at", "suspend_requested_at", "suspended_at", "active_since", "active_seconds", "heartbeat_at",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterRun:
+    """A live run in a cluster. Times are Unix seconds."""
+
+    id: str
+    job_id: str
+    attempt: int
+    state: RunState
+    reason: str
+    version: int
+    restarts: int
+    cluster: Workload | None
+    """None: nothing was sent. Without a uid: it may have been."""
+    diagnosis: dict[str, Any] | None
+    cancel_requested_at: float | None
+    suspend_requested_at: float | None
+    suspended_at: float | None
+    active_since: float | None
+    active_seconds: float
+    heartbeat_at: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remark:
+    """What there is to say anew of a run that stays in its state."""
+
+    run: ClusterRun
+    reason: str
+    restarts: int
+    diagnosis: dict[str, Any] | None
+
+
+class ClusterRuns:
+    """The runs of the backend `kubernetes`."""
+
+    def __init__(self, database: Database, *, changed: Callable[[str], None]) -> None:
+        """`changed` is told the id of each job about which something was written."""
+        self._database = database
+        self._changed = changed
+
+    def live(self) -> list[ClusterRun]:
+        """Return every run that is not final, in the order they were made."""
+        query = (
+            select(*(getattr(RunRow, name) for name in _COLUMNS))
+            .where(RunRow.state.in_(sorted(LIVE)), RunRow.backend == "kubernetes")
+            .order_by(RunRow.id)
+        )
+        with self._database.read() as connection:
+            rows = connection.execute(query).all()
+        return [_run(row._asdict()) for row in rows]
+
+    def spec(self, run_id: str) -> dict[str, Any]:
+        """Return the JobSpec of a run that is there, as it was stored."""
+        query = select(spec_of_run()).join(JobRow, RunRow.job_id == JobRow.id).where(RunRow.id == run_id)
+        with self._database.read() as connection:
+            found: dict[str, Any] = connection.execute(query).scalar_one()
+        return found
+
+    def ended(self, run_ids: Sequence[str]) -> dict[str, RunState]:
+        """Return those of some runs that have ended, and how; a run that is not ours is in no answer."""
+        query = select(RunRow.id, RunRow.state).where(RunRow.id.in_(run_ids), RunRow.state.in_(sorted(FINAL)))
+        with self._database.read() as connection:
+            return {run_id: RunState(state) for run_id, state in connection.execute(query)}
+
+    def begin_launch(self, run: ClusterRun, workload: Workload, *, token_hash: str, reason: str) -> int | None:
+        """Note that a run's objects are about to be sent, and the token they bring; return the run's new version.
+
+        The hash before stays good: two launches may each have sent their token, and one of them is what the pods got.
+
+        Returns:
+            None where somebody else wrote first: nothing may be sent then.
+        """
+        changes: dict[str, Any] = {
+            "cluster": workload.model_dump(),
+            "token_hash": token_hash,
+            "spare_token_hash": RunRow.token_hash,
+        }
+        if run.state is RunState.PENDING:
+            moved = self.advance(run, [RunState.QUEUED], reason=reason, changes=changes)
+            return run.version + 1 if moved else None
+        return self.note(run, reason=reason, **changes)
+
+    def note(self, run: ClusterRun, *, if_version: int | None = None, **changes: Any) -> int | None:
+        """Write columns of a run that stays in its state; return its new version, None where another was first."""
+        version = run.version if if_version is None else if_version
+        query = (
+            update(RunRow)
+            .where(RunRow.id == run.id, RunRow.version == version, RunRow.state.in_(sorted(LIVE)))
+            .values(version=version + 1, **changes)
+        )
+        with self._database.write() as connection:
+            if not connection.execute(query).rowcount:
+                return None
+        self._changed(run.job_id)
+        return version + 1
+
+    def advance(
+        self, run: ClusterRun, path: Sequence[RunState], *, reason: str, changes: dict[str, Any] | None = None
+    ) -> bool:
+        """Move a run along a path of states, an event each; False where another was first."""
+        with self._database.write() as connection:
+            moved = guarded_move(
+                connection,
+                run.id,
+                path,
+                if_version=run.version,
+                reason=reason,
+                actor=ACTOR,
+                time=time.time(),
+                changes=changes or {},
+            )
+        if moved is not None:
+            self._changed(run.job_id)
+        return moved is not None
+
+    def remark(self, remarks: Sequence[Remark]) -> None:
+        """Say anew why runs are where they are; no change of state, so no new version. One transaction for all.
+
+        A run that has moved on since it was read keeps what it says. Pods that were started again are an event.
+        """
+        if not remarks:
+            return
+        query = (
+            update(RunRow)
+            .where(RunRow.id == bindparam("of_run"), RunRow.version == bindparam("at_version"))
+            .values(reason=bindparam("says"), restarts=bindparam("times"), diagnosis=bindparam("found"))
+        )
+        rows = [
+            {
+                "of_run": each.run.id,
+                "at_version": each.run.version,
+                "says": each.reason,
+                "times": each.restarts,
+                "found": each.diagnosis,
+            }
+            for each in remarks
+        ]
+        now = time.time()
+        with self._database.write() as connection:
+            connection.execute(query, rows)
+            for each in remarks:
+                if each.restarts > each.run.restarts:
+                    add_event(
+                        connection,
+                        job_id=each.run.job_id,
+                        run_id=each.run.id,
+                        time=now,
+                        name="restarted",
+                        actor=ACTOR,
+                        reason=each.reason,
+                        data={"restarts": each.restarts},
+                    )
+        for each in remarks:
+            self._changed(each.run.job_id)
+
+
+def _run(row: dict[str, Any]) -> ClusterRun:
+    workload = row.pop("cluster")
+    return ClusterRun(
+        **row | {"state": RunState(row["state"])}, cluster=None if workload is None else Workload(**workload)
+    )
