@@ -60,15 +60,7 @@ def up(
     port: PortOpt = None,
     data_dir: DataDirOpt = None,
     database_url: DatabaseOpt = None,
-    max_parallel: DatabaseOpt = Annotated[
-    str | None,
-    typer.Option(
-        "--database-url",
-        metavar="URL",
-        help="postgresql://USER@HOST/NAME instead of SQLite; else TWINSTEP_DATABASE_URL, which ps does not show.",
-    ),
-]
-ParallelOpt = 1,
+    max_parallel: ParallelOpt = 1,
     kubeconfig: KubeconfigOpt = None,
     context: ContextOpt = None,
     in_cluster: InClusterOpt = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,7 +89,8 @@ def test_the_time_limit_counts_what_a_run_was_active_and_a_clock_set_back_takes_
 ) -> None:
     job = store.create_job(spec())
     clock = itertools.chain([100, 110, 150, 300, 290, 400])  # queued, starting, queued, starting, queued, starting
-    monkeypatch.setattr("twinstep.platform.store.cluster_runs.time.time", lambda: float(next(clock)))
+    there = SimpleNamespace(time=lambda: float(next(clock)))
+    monkeypatch.setattr("twinstep.platform.store.cluster_runs.time", there)
     to = [RunState.QUEUED, RunState.STARTING]
     for state in [*to, *to, *to]:
         runs.advance(the_run(runs), [state], reason="goes on")
