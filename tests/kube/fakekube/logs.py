@@ -39,10 +39,10 @@ class Logs:
         with self._lock:
             self._all.setdefault((uid, container, restart), _Log()).ended = True
 
-    def forget(self, uid: str) -> None:
-        """A pod is gone, and its logs with it."""
+    def keep(self, uids: set[str]) -> None:
+        """Keep logs of these pods only: the others are gone."""
         with self._lock:
-            for key in [key for key in self._all if key[0] == uid]:
+            for key in [key for key in self._all if key[0] not in uids]:
                 del self._all[key]
 
     def read(self, key: Key, at: int) -> tuple[list[tuple[float, bytes]], bool]:

@@ -144,10 +144,12 @@ class Objects:
         return self.create(BY_KIND["Namespace"], "", {"metadata": {"name": name}, "status": {"phase": "Active"}})
 
     def put(self, value: Object, *, manager: str = "test") -> Object:
-        """Create an object as somebody else in the cluster would; its status is kept."""
+        """Create an object as somebody else in the cluster would: unchecked, and with its status."""
         resource = BY_KIND[value["kind"]]
         with self.lock:
-            made = self.create(resource, value["metadata"].get("namespace", ""), value, manager=manager)
+            made = self.create(
+                resource, value["metadata"].get("namespace", ""), value, manager=manager, unknown="trust"
+            )
             if resource.status and value.get("status"):
                 made = self.set_status(made, value["status"])
         return made
