@@ -132,6 +132,19 @@ def test_what_is_somebody_elses_is_refused_by_name_and_left_alone(
     assert left["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]
 
 
+def test_a_service_that_a_jobset_would_take_for_its_own_is_refused_by_name(
+    server: FakeServer, cluster: KubeCluster
+) -> None:
+    run, ray = rendered(), rendered("r2", GPU)
+    for name in (run.name, ray.name):
+        metadata = {"name": name, "namespace": "default"}
+        server.put({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"selector": {"app": "x"}}})
+    with pytest.raises(ConflictError, match=f"has a Service {run.name} already"):
+        cluster.apply("r1", run.objects, token="t")
+    assert placed(server) == {}
+    cluster.apply("r2", ray.objects, token="t")  # KubeRay's has another name
+
+
 def test_one_that_is_being_deleted_is_waited_for(server: FakeServer, cluster: KubeCluster) -> None:
     run = rendered()
     metadata = {**run.workload["metadata"], "finalizers": ["x.example/y"]}

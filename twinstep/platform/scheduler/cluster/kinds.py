@@ -66,6 +66,10 @@ KINDS: Mapping[str, Kind] = {
             verbs=("list", "watch"), why="which pods run, wait or have failed",
         ),
         Kind(kind="PodLog", group="", version="v1", plural="pods/log", verbs=("get",), why="what workers print"),
+        Kind(
+            kind="Service", group="", version="v1", plural="services",
+            verbs=("get",), why="whether the name by which a JobSet's pods find each other is free",
+        ),
         Kind(kind="Event", group="", version="v1", plural="events", verbs=("list", "watch"), why="why a pod waits"),
         Kind(kind="ConfigMap", group="", version="v1", plural="configmaps", verbs=_BESIDE, why="the spec of a run"),
         Kind(

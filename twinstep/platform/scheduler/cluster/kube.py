@@ -44,6 +44,8 @@ class KubeCluster:
         metadata = workload["metadata"]
         try:
             there = self._owned(run_id, workload)
+            if there is None:
+                self._check_service(workload)
             secret = None if token is None else self._replace_secret(run_id, metadata, token)
             for each in beside:
                 self._apply_own(run_id, each, owner=there)
@@ -85,6 +87,20 @@ class KubeCluster:
                 remedy="wait until it is gone; it is tried again",
             )
         return found
+
+    def _check_service(self, workload: Object) -> None:
+        """Raise ConflictError where a Service has the name that a JobSet's controller makes one of.
+
+        It would take that one without a word, whatever it selects, and no pod would find another.
+        """
+        if workload["kind"] != "JobSet":
+            return
+        namespace, name = workload["metadata"]["namespace"], workload["metadata"]["name"]
+        if self._api.get("Service", namespace, name) is not None:
+            raise ConflictError(
+                f"namespace {namespace} has a Service {name} already, by which the pods would look for each other",
+                remedy=f"delete it (kubectl -n {namespace} delete service {name}), or give the job another name",
+            )
 
     def _apply_own(self, run_id: str, wanted: Object, *, owner: Object | None) -> None:
         found = self._owned(run_id, wanted)
