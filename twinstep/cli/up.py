@@ -56,6 +56,21 @@ def register(app: typer.Typer) -> None:
     app.command("up")(up)
 
 
+HostOpt = Annotated[
+    str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; off loopback a token is asked for.")
+]
+PublicUrlOpt = Annotated[
+    str | None,
+    typer.Option("--public-url", metavar="URL", help="Where browsers reach it from afar: the ingress's, https."),
+]
+AllowedHostOpt = Annotated[
+    list[str] | None,
+    typer.Option("--allowed-host", metavar="NAME", help="A further name browsers reach it by; may be given again."),
+]
+NoLoginOpt = Annotated[bool, typer.Option("--no-login", help="Ask for no token on loopback although there are some.")]
+OpenMetricsOpt = Annotated[bool, typer.Option("--open-metrics", help="Answer /metrics to anybody.")]
+
+
 def up(
     port: PortOpt = None,
     data_dir: DataDirOpt = None,
@@ -68,6 +83,11 @@ def up(
     workers_url: WorkersUrlOpt = None,
     image: ImageOpt = None,
     crds: CrdsOpt = None,
+    host: HostOpt = "127.0.0.1",
+    public_url: PublicUrlOpt = None,
+    allowed_hosts: AllowedHostOpt = None,
+    no_login: NoLoginOpt = False,
+    open_metrics: OpenMetricsOpt = False,
 ) -> int:
     """Start a control plane here: REST API, dashboard, runs of this machine and of a cluster.
 
@@ -83,6 +103,12 @@ def up(
         max_parallel_runs=max_parallel,
         cluster=_cluster(kubeconfig, context, in_cluster, namespaces, workers_url, crds),
         worker_image=image,
+        host=host,
+        public_url=public_url,
+        allowed_hosts=tuple(allowed_hosts or ()),
+        no_login=no_login,
+        open_metrics=open_metrics,
+        bootstrap_token_file=Path(file) if (file := os.environ.get("TWINSTEP_BOOTSTRAP_TOKEN_FILE")) else None,
     )
 
     def ready(url: str) -> None:

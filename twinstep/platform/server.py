@@ -92,6 +92,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None] = lambda url: N
         stack.enter_context(_claim(settings.data_dir))
         plane = assemble(settings, pages=pages)
         stack.callback(plane.close)
+        plane.service.accounts.prepare(settings)
         plane.reconciler.start()
         server = _Server(plane, on_ready)
         with _ended_by_sigterm(server), contextlib.suppress(KeyboardInterrupt):
@@ -110,6 +111,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 timeout_graceful_shutdown=_GRACE_S,
                 server_header=False,
+                proxy_headers=False,  # where a request came from is what the audit log and the limits go by
             )
         )
         self._plane = plane

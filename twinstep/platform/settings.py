@@ -88,9 +88,19 @@ class Settings:
     """URL of a PostgreSQL database that several control planes may share; None: SQLite in `data_dir`. May hold a
     password, so it is never printed."""
     host: str = "127.0.0.1"
-    """Address to listen on. Loopback only: there is no login yet."""
+    """Address to listen on; on any but loopback a token is asked for, and an admin's must be there at the start."""
     port: int = DEFAULT_PORT
     """TCP port; 0 takes a free one."""
+    public_url: str | None = None
+    """Where browsers reach it from afar, `https://…`: the ingress's, which also sees to TLS."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names that browsers reach it by."""
+    no_login: bool = False
+    """Ask for no token on loopback although there are some: whoever reaches the port is admin."""
+    open_metrics: bool = False
+    """Answer `/metrics` to anybody."""
+    bootstrap_token_file: Path | None = None
+    """File (of a Secret) with a token that is an admin's as long as it stands there."""
     max_parallel_runs: int = 1
     """Runs the local backend starts at once; others wait in the order they came."""
     reconcile_seconds: float = 0.5
@@ -106,10 +116,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data_dir", _absolute(self.data_dir))
-        if not is_loopback(self.host):
+        if self.no_login and not is_loopback(self.host):
             raise UnavailableError(
-                f"host {self.host!r} is not a loopback address, and there is no login to protect any other",
-                remedy="listen on 127.0.0.1 and reach it from afar through `ssh -L`",
+                f"host {self.host!r} is not a loopback address: without a login anybody would be admin there",
+                remedy="leave --no-login out, or listen on 127.0.0.1",
+            )
+        if self.public_url is not None and not _is_origin(self.public_url):
+            raise UnavailableError(
+                f"public_url {self.public_url!r} is not where a control plane can be",
+                remedy="give one of the form https://twinstep.example.com, without a path",
             )
         if not 0 <= self.port <= 65535:
             raise UnavailableError(f"port {self.port} is no TCP port", remedy="give a port from 1024 to 65535")
@@ -125,6 +140,17 @@ class Settings:
         return f"http://{host}:{self.port}"
 
     @property
+    def hosts(self) -> frozenset[str]:
+        """Names, beside those of loopback, that browsers may reach it by; in lower case, without port."""
+        named = (self.host, urlsplit(self.public_url or "").hostname or "", *self.allowed_hosts)
+        return frozenset(name.lower().strip("[]") for name in named if name)
+
+    @property
+    def secure_cookies(self) -> bool:
+        """Whether browsers reach it by HTTPS, and are to send cookies by nothing else."""
+        return (self.public_url or "").startswith("https://")
+
+    @property
     def database(self) -> str:
         """SQLAlchemy URL of the database. May hold a password."""
         return self.database_url or f"sqlite:///{self.data_dir / 'twinstep.db'}"
@@ -133,6 +159,16 @@ class Settings:
     def runs_dir(self) -> Path:
         """Directory with one directory per run."""
         return self.data_dir / "runs"
+
+
+def _is_origin(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and parts.path in ("", "/")
+        )
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

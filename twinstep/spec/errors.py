@@ -10,6 +10,7 @@
     ├── NotFoundError        no job, run or page of that name
     ├── ConflictError        the request does not fit the state a thing is in
     ├── AuthError            a token is missing or wrong
+    ├── ForbiddenError       the token is right, and what it allows does not reach so far
     └── UnavailableError     a port, a directory or the control plane cannot be used
 
 `assert` stays for Twinstep's own bugs; whatever a user can cause is one of these.
@@ -115,6 +116,12 @@ class AuthError(TwinstepError):
     """A token is missing or wrong."""
 
     code = "unauthorized"
+
+
+class ForbiddenError(TwinstepError):
+    """Who asks is known, and may not do this."""
+
+    code = "forbidden"
 
 
 class UnavailableError(TwinstepError):

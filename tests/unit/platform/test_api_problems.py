@@ -215,12 +215,12 @@ def test_a_failure_of_ours_is_a_500_problem_without_a_word_of_its_cause(shared, 
 
 def test_a_database_that_does_not_answer_is_a_503_problem(live) -> None:
     live.plane.reconciler.stop()
-    with live.plane.store._database.write() as connection:
+    with live.plane.store.database.write() as connection:
         connection.exec_driver_sql("ALTER TABLE jobs RENAME TO hidden")
     check(live.http.get("/v1/jobs"), 503, "unavailable")
     check(live.http.get("/readyz"), 503, "unavailable")
     check(live.http.post("/v1/jobs", json={"name": "a"}), 503, "unavailable")
-    with live.plane.store._database.write() as connection:
+    with live.plane.store.database.write() as connection:
         connection.exec_driver_sql("ALTER TABLE hidden RENAME TO jobs")
     assert live.http.get("/v1/jobs").json()["items"] == []
 

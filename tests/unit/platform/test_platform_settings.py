@@ -45,7 +45,9 @@ def test_a_data_directory_that_leads_nowhere_is_refused(tmp_path: Path, monkeypa
     assert "--data-dir" in caught.value.remedy
 
 
-@pytest.mark.parametrize("wrong", [{"port": -1}, {"port": 65536}, {"max_parallel_runs": 0}, {"host": "0.0.0.0"}])  # noqa: S104
+@pytest.mark.parametrize(
+    "wrong", [{"port": -1}, {"port": 65536}, {"max_parallel_runs": 0}, {"host": "10.0.0.1", "no_login": True}]
+)
 def test_settings_that_cannot_work_are_refused_with_a_remedy(tmp_path: Path, wrong: dict[str, object]) -> None:
     with pytest.raises(UnavailableError) as caught:
         Settings(data_dir=tmp_path, **wrong)

@@ -155,7 +155,7 @@ def test_a_batch_of_any_size_takes_one_transaction_of_a_few_statements(store: St
     store.ingest(run_id, [metric(1)])
     said: list[str] = []
     event.listen(
-        store._database._engine,
+        store.database._engine,
         "before_cursor_execute",
         lambda connection, cursor, statement, *rest: said.append(statement.split()[0]),
     )

@@ -110,7 +110,7 @@ def test_ids_sort_by_time_and_are_safe_in_a_url() -> None:
 
 
 def test_the_migrations_make_the_very_tables_the_code_speaks_of(store: Store) -> None:
-    with store._database.read() as connection:
+    with store.database.read() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, Base.metadata) == []
 
@@ -153,7 +153,7 @@ def test_a_database_that_cannot_be_used_is_refused_with_its_path_and_a_remedy(tm
         path.write_text("no database, only words; " * 100)
     else:
         store = Store(f"sqlite:///{path}")
-        with store._database.write() as connection:
+        with store.database.write() as connection:
             connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
         store.close()
     before = sorted(tmp_path.rglob("*"))

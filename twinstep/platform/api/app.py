@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.routing import Match
 
 from twinstep import __version__
-from twinstep.platform.api import jobs, observe, stream, workers
+from twinstep.platform.api import jobs, observe, sessions, stream, workers
+from twinstep.platform.api.access import ROUTES, Access, authorize, check_table
+from twinstep.platform.api.gate import COOKIE, Audited, LoginGate
 from twinstep.platform.api.guard import OriginGuard
 from twinstep.platform.api.jobs import Asked
+from twinstep.platform.api.limits import Failures
 from twinstep.platform.api.observe import Observed, RequestTimer
-from twinstep.platform.api.problems import FaultModel, MethodError, Problem, add_handlers, no_such_path
+from twinstep.platform.api.problems import FaultModel, MethodError, Problem, add_handlers, no_such_path, responses
+from twinstep.platform.api.sessions import Login
 from twinstep.platform.scheduler.service import Readiness, Service
 from twinstep.platform.store.records import View
 from twinstep.spec.job import JobSpec
@@ -21,6 +25,12 @@ from twinstep.spec.report import ReportBatch
 
 _REF = "#/components/schemas/{model}"
 health = APIRouter(tags=["health"])
+_API = (jobs.router, stream.router, workers.router, sessions.router)
+_SCHEMES = {
+    "token": {"type": "http", "scheme": "bearer", "description": "A user's token: twinstep token create."},
+    "session": {"type": "apiKey", "in": "cookie", "name": COOKIE, "description": "What POST /v1/session sets."},
+    "run_token": {"type": "http", "scheme": "bearer", "description": "TWINSTEP_RUN_TOKEN of the run."},
+}
 
 
 class Health(View):
@@ -53,14 +63,21 @@ def create_app(service: Service) -> FastAPI:
         summary="Submit training jobs, follow them, read what they reported.",
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
+        dependencies=[Depends(authorize)],
     )
     app.state.service = service
     app.state.observed = Observed(service)
-    for router in (jobs.router, stream.router, workers.router, health, observe.router):
+    app.state.failures = Failures()
+    routers = (*_API, health, observe.router)
+    check_table(routers)
+    for router in routers:
         app.include_router(router)
     _add_unknown_paths(app)
     add_handlers(app)
+    # The last one added is the first a request passes.
+    app.add_middleware(LoginGate)
     app.add_middleware(OriginGuard)
+    app.add_middleware(Audited)
     app.add_middleware(RequestTimer, observed=app.state.observed)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -68,7 +85,7 @@ def create_app(service: Service) -> FastAPI:
 
 def _add_unknown_paths(app: FastAPI) -> None:
     """Answer paths under /v1 that no route has: pages mounted at / would answer them with HTML."""
-    known = [*jobs.router.routes, *stream.router.routes, *workers.router.routes]
+    known = [route for router in _API for route in router.routes]
 
     async def unknown(request: Request) -> Response:
         methods: set[str] = set()
@@ -93,9 +110,27 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for model in (JobSpec, ReportBatch, Problem, FaultModel):
+        for model in (JobSpec, ReportBatch, Problem, FaultModel, Login):
             schema = model.model_json_schema(ref_template=_REF)
             schemas.update(schema.pop("$defs", {}))
             schemas[model.__name__] = schema
+        document["components"]["securitySchemes"] = _SCHEMES
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                _tell_access(operation, ROUTES[method.upper(), path])
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def _tell_access(operation: dict[str, Any], access: Access) -> None:
+    """Write into an operation what its line in the table says."""
+    schemes: dict[str, list[str]] = {"user": ["token", "session"], "worker": ["run_token"], "anybody": []}
+    operation["security"] = [{scheme: []} for scheme in schemes[access.who]]
+    # 401 and 429 where a token is shown; 403 for a host or a page that is not ours, or a role that may not.
+    told = responses(*((401, 429) if access.who != "anybody" or access.action else ()))
+    told.pop(422)
+    for status, answer in told.items():
+        operation["responses"].setdefault(str(status), answer)
+    operation["responses"] = dict(sorted(operation["responses"].items()))
+    if access.permission is not None:
+        operation["x-permission"] = access.permission.value

@@ -22,11 +22,12 @@ from twinstep.spec.parse import MAX_SPEC_BYTES
 
 MAX_REPORT_BYTES = 8 * 1024 * 1024  # a full batch of records is some hundred KiB
 JSON_TYPE = "application/json"
+PROBED = ("/healthz", "/readyz", "/metrics")
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
 
 
 class OriginGuard:
-    """ASGI middleware: loopback names and pages of our own only."""
+    """ASGI middleware: names that this control plane is reached by, and pages of our own, only."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -42,24 +43,44 @@ class OriginGuard:
                 MutableHeaders(scope=message).update(SAFE_HEADERS)
             await send(message)
 
-        problem = _foreign(Headers(scope=scope))
+        problem = _foreign(scope)
         if problem is None:
             await self.app(scope, receive, send_safe)
         elif scope["type"] == "http":
-            error = OriginError(problem, remedy="use the address the control plane printed, on this machine")
+            error = OriginError(
+                problem,
+                remedy="use the address it printed; it is told of others by --public-url and --allowed-host",
+            )
             await problem_response(error, instance=scope["path"])(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008, "reason": "foreign origin"})
 
 
-def _foreign(headers: Headers) -> str | None:
+def _foreign(scope: Scope) -> str | None:
+    headers, service = Headers(scope=scope), scope["app"].state.service
+    # Probes and scrapers come by a pod's address; what they are told is no secret of a user's.
+    if scope["path"] in PROBED and service.accounts.knows():
+        return None
     host = headers.get("host", "")
-    if not is_loopback(_name_of(host)):
-        return f"the host name {host[:100]!r} is not one of this machine's loopback names"
+    if len(headers.getlist("host")) > 1:
+        return "the request names two hosts"
+    name = _name_of(host)
+    # A page that rebinds its own name has no token of ours to send, so whatever is sent with one is no page's. Where
+    # no login is asked for there is no such proof.
+    by_token = "authorization" in headers and service.accounts.knows()
+    if not (is_loopback(name) or by_token or (name in service.settings.hosts and service.accounts.knows())):
+        return f"the host name {host[:100]!r} is not one that this control plane is reached by"
     origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+    if origin is not None and _netloc(origin) != host.lower():
         return f"the page at {origin[:100]!r} is not one of this control plane's"
     return None
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def _name_of(host: str) -> str:

@@ -7,11 +7,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
+from twinstep.platform.api.access import Caller
 from twinstep.platform.api.guard import JSON_TYPE, YAML_TYPES, load_json, media_type, no_body, read_body, require_type
 from twinstep.platform.api.problems import responses
 from twinstep.platform.scheduler.explain import Explanation
 from twinstep.platform.scheduler.rundir import MAX_LOG_READ, LogPart
 from twinstep.platform.scheduler.service import MAX_PAGE, MAX_POINTS, Service
+from twinstep.platform.store.entry import current_entry
 from twinstep.platform.store.records import EventPage, JobDetail, JobPage, MetricPage, Run, View
 from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.spec.catalogue import catalogue
@@ -61,13 +63,25 @@ async def spec_in(request: Request) -> JobSpec:
     return await run_in_threadpool(parse_spec, body)
 
 
+ProjectQuery = Annotated[
+    str | None,
+    Query(
+        max_length=63,
+        description="The project; else `default`, or the only one the user may submit to. It fills in or limits "
+        "`kubernetes.namespace`, `kubernetes.queue` and `kubernetes.image`.",
+    ),
+]
+
+
 @router.post(
-    "/jobs", status_code=201, openapi_extra=_SPEC_BODY, responses=responses(409, 413, 415), summary="Submit a job"
+    "/jobs", status_code=201, openapi_extra=_SPEC_BODY, responses=responses(404, 409, 413, 415), summary="Submit a job"
 )
 def submit(
     service: Asked,
+    caller: Caller,
     spec: Annotated[JobSpec, Depends(spec_in)],
     response: Response,
+    project: ProjectQuery = None,
     idempotency_key: Annotated[
         str | None,
         Header(
@@ -82,11 +96,15 @@ def submit(
 
     201 where it was stored now, 200 where this key had stored it before, 409 where the key came with another spec.
     """
+    spec, home = service.accounts.place(caller, spec, project)
+    if (entry := current_entry()) is not None:
+        entry.project = home.name
+        entry.data = {"name": spec.name, "security": spec.kubernetes.security}
     new = True
     if idempotency_key is None:
-        job = service.submit_job(spec)
+        job = service.submit_job(spec, actor=caller.user, project=home.name)
     else:
-        job, new = service.submit_job_once(spec, key=idempotency_key)
+        job, new = service.submit_job_once(spec, key=idempotency_key, actor=caller.user, project=home.name)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     if not new:
         response.status_code = 200
@@ -94,6 +112,7 @@ def submit(
 
 
 def wanted_jobs(
+    caller: Caller,
     state: Annotated[list[RunState] | None, Query(description="Only jobs in one of these states.")] = None,
     accelerator: Annotated[list[Kind] | None, Query(description="Only jobs on one of these accelerators.")] = None,
     backend: Annotated[list[Backend] | None, Query(description="Only jobs with one of these compile.backend.")] = None,
@@ -103,8 +122,12 @@ def wanted_jobs(
     q: Annotated[
         str, Query(max_length=200, description="Words in name, id or spec; `lr=0.01` is a field and its value.")
     ] = "",
+    project: Annotated[str | None, Query(max_length=63, description="Only jobs of this project.")] = None,
 ) -> JobFilter:
-    """Return which jobs a request asks for."""
+    """Return which jobs a request asks for, and whoever asks may see."""
+    projects = caller.projects()
+    if project is not None:
+        projects = frozenset({project}) if projects is None else projects & {project}
     return JobFilter(
         states=tuple(state or ()),
         accelerators=tuple(accelerator or ()),
@@ -113,6 +136,7 @@ def wanted_jobs(
         name=name,
         id_prefix=id_prefix,
         text=q,
+        projects=projects,
     )
 
 
@@ -124,7 +148,7 @@ def list_jobs(
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
     cursor: Annotated[str | None, Query(max_length=128, description="The `next_cursor` of the page before.")] = None,
 ) -> JobPage:
-    """Return one page of the jobs that fit all that is asked.
+    """Return one page of the jobs that fit all that is asked, of the projects the user is a member of.
 
     A page with fewer items than asked for, or none, has a `next_cursor` where older jobs were not looked through yet.
     """
@@ -143,9 +167,9 @@ def get_job(service: Asked, job_id: str) -> JobDetail:
     dependencies=[Depends(no_body)],
     summary="Cancel a job",
 )
-def cancel(service: Asked, job_id: str) -> JobDetail:
+def cancel(service: Asked, caller: Caller, job_id: str) -> JobDetail:
     """Ask for a job to stop. Asking again changes nothing; 409 where it had succeeded or failed before."""
-    return service.cancel_job(job_id)
+    return service.cancel_job(job_id, actor=caller.user)
 
 
 @router.get("/jobs/{job_id}/runs", responses=responses(404), summary="List a job's runs")
@@ -202,10 +226,12 @@ class Plan(View):
     """The Kubernetes objects, in the order in which they are applied."""
 
 
-@router.post("/jobs:plan", openapi_extra=_SPEC_BODY, responses=responses(413, 415), summary="Plan a job")
-def plan(service: Asked, spec: Annotated[JobSpec, Depends(spec_in)]) -> Plan:
+@router.post("/jobs:plan", openapi_extra=_SPEC_BODY, responses=responses(404, 413, 415), summary="Plan a job")
+def plan(
+    service: Asked, caller: Caller, spec: Annotated[JobSpec, Depends(spec_in)], project: ProjectQuery = None
+) -> Plan:
     """Render a spec for a cluster and check it as the cluster would, without creating anything."""
-    found = service.plan_job(spec)
+    found = service.plan_job(service.accounts.place(caller, spec, project)[0])
     return Plan(
         name=found.name,
         namespace=found.namespace,

@@ -17,6 +17,8 @@ from pydantic import Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from twinstep.platform.api.limits import EACH_S
+from twinstep.platform.store.entry import current_entry
 from twinstep.platform.store.records import View
 from twinstep.platform.store.troubles import TransientError
 from twinstep.spec.errors import (
@@ -25,6 +27,7 @@ from twinstep.spec.errors import (
     ConflictError,
     DataError,
     Fault,
+    ForbiddenError,
     NotFoundError,
     SpecError,
     StateError,
@@ -67,6 +70,12 @@ class OriginError(TwinstepError):
     code = "forbidden_origin"
 
 
+class LimitError(TwinstepError):
+    """Too much of something from one address."""
+
+    code = "too_many_requests"
+
+
 class MethodError(TwinstepError):
     """The path is right, the method is not."""
 
@@ -84,6 +93,8 @@ STATUS: dict[type[TwinstepError], int] = {
     MethodError: 405,
     AuthError: 401,
     OriginError: 403,
+    ForbiddenError: 403,
+    LimitError: 429,
     TooLargeError: 413,
     MediaTypeError: 415,
     UnavailableError: 503,
@@ -138,6 +149,8 @@ def status_of(error: TwinstepError) -> int:
 def problem_response(error: TwinstepError, *, instance: str, headers: Mapping[str, str] | None = None) -> Response:
     """Return the problem details of an error."""
     status = status_of(error)
+    if (entry := current_entry()) is not None:
+        entry.reason = error.problem
     content = {
         "type": f"urn:twinstep:problem:{error.code}",
         "title": HTTPStatus(status).phrase,
@@ -160,6 +173,8 @@ def problem_response(error: TwinstepError, *, instance: str, headers: Mapping[st
     extra = {**SAFE_HEADERS, **(headers or {})}
     if status == 401:
         extra["WWW-Authenticate"] = "Bearer"
+    if status == 429:
+        extra["Retry-After"] = str(int(EACH_S))
     # ASCII: what was given may hold lone surrogates, which UTF-8 cannot.
     return Response(json.dumps(content), status_code=status, media_type=MEDIA_TYPE, headers=extra)
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Header, Query
+from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
+from twinstep.platform.api.access import still_reads
 from twinstep.platform.api.jobs import Asked
 from twinstep.platform.api.problems import RequestError, responses
 from twinstep.platform.scheduler.service import Service
@@ -64,6 +65,7 @@ class Cursor:
 
 
 def begin(
+    request: Request,
     service: Asked,
     job_id: str,
     kinds: Annotated[list[Kind] | None, Query(description="Only messages of these kinds; `end` always comes.")] = None,
@@ -72,7 +74,7 @@ def begin(
     """Return a follower at its place; what is wrong is told before the stream opens."""
     job = service.get_job(job_id)
     cursor = Cursor.parse(last_event_id) if last_event_id else Cursor()
-    return Follower(service, job, cursor, frozenset(kinds or KINDS))
+    return Follower(service, job, cursor, frozenset(kinds or KINDS), still_reads(request, job.id))
 
 
 @router.get(
@@ -98,8 +100,17 @@ async def stream(service: Asked, follower: Annotated[Follower, Depends(begin)]) 
 class Follower:
     """One reader's place in a job."""
 
-    def __init__(self, service: Service, job: JobDetail, cursor: Cursor, kinds: frozenset[Kind]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        job: JobDetail,
+        cursor: Cursor,
+        kinds: frozenset[Kind],
+        may_read: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`may_read` says whether the reader may go on: a token can be revoked while it follows."""
         self._service = service
+        self._may_read = may_read
         self._job_id = job.id
         self._cursor = cursor
         self._kinds = kinds
@@ -120,6 +131,9 @@ class Follower:
 
     def look(self) -> list[ServerSentEvent]:
         """Return what is new, one page at most; empty where nothing is."""
+        if not self._may_read():
+            self.ended = True
+            return []
         count, self._looked_at = self._service.change_count(self._job_id), time.monotonic()
         job = self._service.get_job(self._job_id)
         if job.run_id != self._cursor.run_id:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from twinstep.platform.scheduler.accounts import Accounts
 from twinstep.platform.scheduler.explain import Explanation, explain
 from twinstep.platform.scheduler.render.render import RenderedRun
 from twinstep.platform.scheduler.rundir import LogPart, RunDir, hash_token
@@ -21,6 +22,7 @@ from twinstep.platform.store.store import Store
 from twinstep.spec.errors import AuthError, ConflictError, NotFoundError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import ReportAck, ReportBatch
+from twinstep.spec.roles import DEFAULT_PROJECT, LOCAL_USER
 from twinstep.spec.states import RunState
 
 MAX_PAGE = 200  # jobs or events one answer holds at most
@@ -55,24 +57,28 @@ class Service:
         self.settings = settings
         self.closing = threading.Event()
         """Set when the control plane is about to end: streams end first."""
+        self.accounts = Accounts(store.database, settings)
+        """Who may ask what; the methods here leave that to their callers."""
         self._store = store
         self._nudge = nudge
         self._age = reconciler_age
 
     # ---- jobs ----
 
-    def submit_job(self, spec: JobSpec, *, actor: str = "user") -> JobDetail:
+    def submit_job(self, spec: JobSpec, *, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT) -> JobDetail:
         """Store a job; the scheduler takes it from there.
 
         Raises:
             SpecError: no backend of this control plane can run it; nothing is stored.
         """
         check_runnable(spec, self.settings)
-        job = self._store.create_job(spec, actor=actor)
+        job = self._store.create_job(spec, actor=actor, project=project)
         self._nudge()
         return job
 
-    def submit_job_once(self, spec: JobSpec, *, key: str, actor: str = "user") -> tuple[JobDetail, bool]:
+    def submit_job_once(
+        self, spec: JobSpec, *, key: str, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT
+    ) -> tuple[JobDetail, bool]:
         """Store a job unless the same submit stored it before; return it, and whether it was stored now.
 
         Args:
@@ -83,7 +89,7 @@ class Service:
             ConflictError: the key came with another spec before.
         """
         check_runnable(spec, self.settings)
-        job, new = self._store.create_job_once(spec, key=key, actor=actor)
+        job, new = self._store.create_job_once(spec, key=key, actor=actor, project=project)
         if new:
             self._nudge()
         return job, new
@@ -115,7 +121,7 @@ class Service:
         """Return a job with its spec, or raise NotFoundError."""
         return self._store.job(job_id)
 
-    def cancel_job(self, job_id: str, *, actor: str = "user") -> JobDetail:
+    def cancel_job(self, job_id: str, *, actor: str = LOCAL_USER) -> JobDetail:
         """Ask for a job to stop. Asking again, also once it is cancelled, changes nothing.
 
         Raises:

@@ -18,6 +18,7 @@ from sqlalchemy import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError
 
 from twinstep.platform.store import postgresql, sqlite
+from twinstep.platform.store.entry import kept_if_committed
 from twinstep.platform.store.troubles import said, translated
 from twinstep.spec.errors import UnavailableError
 
@@ -83,7 +84,12 @@ class Database:
     def write(self) -> Iterator[Connection]:
         """Give a connection inside a transaction that is committed at the end, or rolled back by an exception."""
         self._check_file()
-        with translated(self.dialect, writes=True) as reached, self._writer, self._writes.begin() as connection:
+        with (
+            kept_if_committed(),
+            translated(self.dialect, writes=True) as reached,
+            self._writer,
+            self._writes.begin() as connection,
+        ):
             yield connection
             reached.committing = True
 

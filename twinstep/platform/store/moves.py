@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
+from twinstep.platform.store.audit import write_entry
 from twinstep.platform.store.tables import EventRow, RunRow
 from twinstep.spec.errors import NotFoundError
 from twinstep.spec.states import ACTIVE, FINAL, RunState, check_move
@@ -106,5 +107,6 @@ def write_move(
 
 
 def add_event(connection: Connection, **values: Any) -> None:
-    """Write one event."""
+    """Write one event; where a user's request is under way, its entry in the audit log too."""
     connection.execute(insert(EventRow).values(**values))
+    write_entry(connection, target=values["job_id"])

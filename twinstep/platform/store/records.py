@@ -112,6 +112,10 @@ class Job(_Standing):
     """`job-…`."""
     name: str
     """The name its spec gives."""
+    project: str
+    """The project it belongs to."""
+    submitted_by: str
+    """The user who submitted it; `user` where no login is asked for."""
     run_id: str
     """Its newest run."""
     attempt: int
@@ -144,7 +148,7 @@ class Event(View):
     name: str
     """submitted, state_changed, cancel_requested; or a worker's: compiled, recompiled, evaluated, …"""
     actor: str
-    """Who did it: user, scheduler or worker."""
+    """Who did it: a user by name (`user` where no login is asked for), scheduler or worker."""
     reason: str
     """One sentence for people."""
     data: dict[str, Any]

@@ -58,10 +58,15 @@ class JobFilter:
     text: str = ""
     """Words that each stand in the name, the id or the spec; `lr=0.01` is a field of the spec and its value."""
 
+    projects: frozenset[str] | None = None
+    """Only jobs of these projects; None: of any."""
+
     @property
     def scans(self) -> bool:
         """Whether something is wanted that no index knows."""
-        return bool(self.accelerators or self.backends or self.min_attempt > 1 or self.text.split())
+        return self.projects is not None or bool(
+            self.accelerators or self.backends or self.min_attempt > 1 or self.text.split()
+        )
 
 
 def newest_run() -> ColumnElement[bool]:
@@ -72,9 +77,8 @@ def newest_run() -> ColumnElement[bool]:
 
 def select_jobs() -> Select[Any]:
     """Return the query of every job with the standing of its newest run and its spec."""
-    return select(JobRow.id, JobRow.name, spec_of_run().label("spec"), RunRow.id.label("run_id"), *STANDING).join(
-        RunRow, newest_run()
-    )
+    about = (JobRow.id, JobRow.name, JobRow.project, JobRow.submitted_by, spec_of_run().label("spec"))
+    return select(*about, RunRow.id.label("run_id"), *STANDING).join(RunRow, newest_run())
 
 
 def spec_of_run() -> ColumnElement[Any]:
@@ -192,6 +196,8 @@ class _Order:
 
 
 def _unindexed(wanted: JobFilter) -> Iterator[ColumnElement[bool]]:
+    if wanted.projects is not None:
+        yield JobRow.project.in_(sorted(wanted.projects))
     if wanted.accelerators:
         yield JobRow.spec["accelerator"]["kind"].as_string().in_(wanted.accelerators)
     if wanted.backends:

@@ -34,6 +34,7 @@ from twinstep.platform.store.troubles import again
 from twinstep.spec.errors import NotFoundError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import Record
+from twinstep.spec.roles import DEFAULT_PROJECT, LOCAL_USER
 from twinstep.spec.states import LIVE, RunState
 
 _RUN_FIELDS = [getattr(RunRow, name) for name in Run.model_fields]
@@ -66,30 +67,33 @@ class Store:
     # ---- jobs ----
 
     @again
-    def create_job(self, spec: JobSpec, *, actor: str = "user") -> JobDetail:
+    def create_job(self, spec: JobSpec, *, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT) -> JobDetail:
         """Store a job, its first run (`pending`) and the event of it, all or nothing."""
         with self._database.write() as connection:
-            job_id = add_job(connection, spec.name, spec.model_dump(mode="json"), actor=actor)
+            job_id = add_job(connection, spec.name, spec.model_dump(mode="json"), actor=actor, project=project)
         self.changes.bump(job_id)
         return self.job(job_id)
 
     @again
-    def create_job_once(self, spec: JobSpec, *, key: str, actor: str = "user") -> tuple[JobDetail, bool]:
-        """Store a job unless `key` has stored it before; return it, and whether it was stored now.
+    def create_job_once(
+        self, spec: JobSpec, *, key: str, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT
+    ) -> tuple[JobDetail, bool]:
+        """Store a job unless the actor's `key` has stored it before; return it, and whether it was stored now.
 
         Raises:
-            ConflictError: the key came with another spec before.
+            ConflictError: the key came with another spec, or for another project, before.
         """
         body = spec.model_dump(mode="json")
+        submit = {"spec": body, "project": project}
         try:
             with self._database.write() as connection:
-                known = known_job(connection, key, body)
-                job_id = known or add_job(connection, spec.name, body, actor=actor)
+                known = known_job(connection, actor, key, submit)
+                job_id = known or add_job(connection, spec.name, body, actor=actor, project=project)
                 if known is None:
-                    remember_key(connection, key, body, job_id)
+                    remember_key(connection, actor, key, submit, job_id)
         except IntegrityError:  # another writer stored the key since it was looked for
             with self._database.read() as connection:
-                known = known_job(connection, key, body)
+                known = known_job(connection, actor, key, submit)
             if known is None:
                 raise
             job_id = known

@@ -20,10 +20,12 @@ from twinstep.spec.errors import ConflictError
 from twinstep.spec.states import RunState
 
 
-def add_job(connection: Connection, name: str, spec: dict[str, Any], *, actor: str) -> str:
+def add_job(connection: Connection, name: str, spec: dict[str, Any], *, actor: str, project: str) -> str:
     """Write a job, its first run (`pending`) and the event of it; return the job's id."""
     now, job_id, run_id = time.time(), new_id("job"), new_id("run")
-    connection.execute(insert(JobRow).values(id=job_id, name=name, spec=spec, created_at=now))
+    connection.execute(
+        insert(JobRow).values(id=job_id, name=name, spec=spec, created_at=now, project=project, submitted_by=actor)
+    )
     connection.execute(
         insert(RunRow).values(
             id=run_id,
@@ -55,31 +57,35 @@ def backend_of(spec: dict[str, Any]) -> str:
     return "local" if spec["accelerator"]["kind"] == "cpu" else "kubernetes"
 
 
-def known_job(connection: Connection, key: str, spec: dict[str, Any]) -> str | None:
-    """Return the id of the job that was stored with `key`; None where there is none.
+def known_job(connection: Connection, owner: str, key: str, submit: dict[str, Any]) -> str | None:
+    """Return the id of the job that `owner` stored with `key`; None where there is none.
 
     Raises:
-        ConflictError: it came with another spec.
+        ConflictError: it came with another spec, or for another project.
     """
     row = connection.execute(
-        select(IdempotencyRow.digest, IdempotencyRow.job_id).where(IdempotencyRow.key == key)
+        select(IdempotencyRow.digest, IdempotencyRow.job_id).where(
+            IdempotencyRow.owner == owner, IdempotencyRow.key == key
+        )
     ).one_or_none()
     if row is None:
         return None
-    if row.digest != _digest(spec):
+    if row.digest != _digest(submit):
         raise ConflictError(
-            f"the Idempotency-Key {key!r} came with another spec before, for job {row.job_id}",
+            f"the Idempotency-Key {key!r} came with another spec or project before, for job {row.job_id}",
             remedy="send a new key with a new spec, or the same spec with this one",
         )
     return str(row.job_id)
 
 
-def remember_key(connection: Connection, key: str, spec: dict[str, Any], job_id: str) -> None:
+def remember_key(connection: Connection, owner: str, key: str, submit: dict[str, Any], job_id: str) -> None:
     """Write the key of a job that was just stored."""
     connection.execute(
-        insert(IdempotencyRow).values(key=key, digest=_digest(spec), job_id=job_id, created_at=time.time())
+        insert(IdempotencyRow).values(
+            owner=owner, key=key, digest=_digest(submit), job_id=job_id, created_at=time.time()
+        )
     )
 
 
-def _digest(spec: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
+def _digest(submit: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(submit, sort_keys=True).encode()).hexdigest()

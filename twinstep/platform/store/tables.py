@@ -10,6 +10,8 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, MetaData, String, Text, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from twinstep.spec.roles import DEFAULT_PROJECT, LOCAL_USER
+
 # SQLite counts up only columns of type INTEGER; PostgreSQL needs 64 bits.
 _COUNTER = BigInteger().with_variant(Integer, "sqlite")
 _JSON = JSON(none_as_null=True)
@@ -32,11 +34,13 @@ class JobRow(Base):
     """What a user submitted."""
 
     __tablename__ = "jobs"
-    __table_args__ = (Index(None, "name", "id"),)
+    __table_args__ = (Index(None, "name", "id"), Index(None, "project", "id"))
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     name: Mapped[str] = mapped_column(String(63))
     spec: Mapped[dict[str, Any]] = mapped_column(_JSON)
     created_at: Mapped[float]
+    project: Mapped[str] = mapped_column(String(63), server_default=DEFAULT_PROJECT)
+    submitted_by: Mapped[str] = mapped_column(String(32), server_default=LOCAL_USER)
 
 
 class RunRow(Base):
@@ -79,12 +83,13 @@ class RunRow(Base):
 
 
 class IdempotencyRow(Base):
-    """A key that a submit came with, so that the same submit again finds its job."""
+    """A key that a user's submit came with, so that the same submit again finds its job."""
 
     __tablename__ = "idempotency_keys"
+    owner: Mapped[str] = mapped_column(String(32), primary_key=True)
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
     digest: Mapped[str] = mapped_column(String(64))
-    """Of the spec that came with it."""
+    """Of the spec and the project that came with it."""
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
     created_at: Mapped[float]
 
@@ -119,3 +124,70 @@ class MetricRow(Base):
     time: Mapped[float]
     name: Mapped[str] = mapped_column(String(200))
     value: Mapped[float | None]
+
+
+class TokenRow(Base):
+    """A bearer token of a user: its hash, never itself."""
+
+    __tablename__ = "tokens"
+    __table_args__ = (UniqueConstraint("hash"), Index(None, "user"))
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    user: Mapped[str] = mapped_column(String(32))
+    role: Mapped[str] = mapped_column(String(16))
+    everywhere: Mapped[bool]
+    hash: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[float]
+    created_by: Mapped[str] = mapped_column(String(32))
+    expires_at: Mapped[float | None]
+    last_used_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]
+
+
+class SessionRow(Base):
+    """A browser that has shown a token: the hash of its cookie."""
+
+    __tablename__ = "sessions"
+    hash: Mapped[str] = mapped_column(String(64), primary_key=True)
+    token_id: Mapped[str] = mapped_column(ForeignKey("tokens.id", ondelete="CASCADE"))
+    created_at: Mapped[float]
+    expires_at: Mapped[float]
+
+
+class ProjectRow(Base):
+    """Jobs that belong together: a namespace and a queue in the cluster, and members."""
+
+    __tablename__ = "projects"
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    namespace: Mapped[str] = mapped_column(String(63))
+    queue: Mapped[str | None] = mapped_column(String(63))
+    image: Mapped[str | None] = mapped_column(String(512))
+    created_at: Mapped[float]
+
+
+class MemberRow(Base):
+    """What a user is in a project."""
+
+    __tablename__ = "members"
+    __table_args__ = (Index(None, "user"),)
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name", ondelete="CASCADE"), primary_key=True)
+    user: Mapped[str] = mapped_column(String(32), primary_key=True)
+    role: Mapped[str] = mapped_column(String(16))
+
+
+class AuditRow(Base):
+    """A change, or an attempt at one that was refused. Triggers keep a row as it was written."""
+
+    __tablename__ = "audit"
+    __table_args__ = ({"sqlite_autoincrement": True},)
+    id: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
+    time: Mapped[float]
+    actor: Mapped[str] = mapped_column(String(32))
+    token_id: Mapped[str | None] = mapped_column(String(32))
+    action: Mapped[str] = mapped_column(String(64))
+    target: Mapped[str] = mapped_column(String(255))
+    project: Mapped[str | None] = mapped_column(String(63))
+    outcome: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str] = mapped_column(Text)
+    request_id: Mapped[str] = mapped_column(String(64))
+    address: Mapped[str] = mapped_column(String(64))
+    data: Mapped[dict[str, Any]] = mapped_column(_JSON)

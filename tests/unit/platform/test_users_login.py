@@ -1,0 +1,118 @@
+"""Who asks: tokens, cookies, what is turned away without them, and that each route says who may use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from twinstep.platform.api import app as api_app
+from twinstep.platform.api.access import ROUTES, Access, check_table
+from twinstep.platform.api.gate import COOKIE, SAFE_METHODS
+from twinstep.platform.store.users import Users
+from twinstep.spec.roles import Role
+
+
+@pytest.fixture
+def users(live: Any) -> Users:
+    return live.plane.service.accounts.users
+
+
+@pytest.fixture
+def admin(live: Any, users: Users) -> str:
+    """The first token: from now on a login is asked for."""
+    _, secret = users.create_token("root", role=Role.ADMIN, everywhere=True, created_by="test")
+    live.plane.service.accounts.look_again()
+    return secret
+
+
+@pytest.fixture
+def ask(live: Any, admin: str) -> Iterator[Any]:
+    """Ask with a token."""
+
+    def asking(secret: str = admin, method: str = "GET", path: str = "/v1/jobs", **options: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {secret}", **options.pop("headers", {})}
+        return live.http.request(method, path, headers=headers, **options)
+
+    return asking
+
+
+def test_every_operation_of_the_document_says_who_may_use_it(shared) -> None:
+    document = shared.http.get("/openapi.json").json()
+    told = {
+        (method.upper(), path): operation
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    }
+    assert told.keys() == ROUTES.keys()
+    schemes = document["components"]["securitySchemes"]
+    for (method, path), operation in told.items():
+        access = ROUTES[method, path]
+        names = {name for each in operation["security"] for name in each}
+        wanted = {"user": {"token", "session"}, "worker": {"run_token"}, "anybody": set()}[access.who]
+        assert names == wanted <= schemes.keys()
+        assert operation.get("x-permission") == access.permission
+        if access.who == "user":
+            assert "401" in operation["responses"], path
+        if method not in SAFE_METHODS and access.who == "user" and path not in ("/v1/jobs:plan", "/v1/session"):
+            assert access.action, f"{method} {path} changes something, and the audit log has no word for it"
+
+
+def test_an_app_with_a_route_nobody_may_use_is_not_made(monkeypatch) -> None:
+    async def more() -> None: ...
+
+    route = APIRoute("/v1/more", more, methods=["GET"])
+    monkeypatch.setattr(api_app.jobs.router, "routes", [*api_app.jobs.router.routes, route])
+    with pytest.raises(AssertionError, match="/v1/more"):
+        api_app.create_app(None)  # type: ignore[arg-type]
+    monkeypatch.undo()
+    monkeypatch.setitem(ROUTES, ("GET", "/v1/less"), Access())
+    with pytest.raises(AssertionError, match="/v1/less"):
+        check_table([])
+
+
+def test_from_the_first_token_on_every_route_asks_for_one(live, admin) -> None:
+    for (method, path), access in ROUTES.items():
+        answer = live.http.request(
+            method, path.format(job_id="job-0", run_id="run-0", project="p", token_id="t", user="u")
+        )
+        if path in ("/healthz", "/readyz"):
+            assert answer.status_code == 200
+        elif access.who == "anybody":
+            assert answer.status_code in (415, 422)
+        else:
+            assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized"), path
+    assert live.http.get("/openapi.json").status_code == 401
+    page = live.http.get("/jobs/job-0")
+    assert (page.status_code, page.headers["location"]) == (303, "/login?next=/jobs/job-0")
+
+
+def test_a_browser_shows_its_token_once_and_its_cookie_ends_with_the_token(live, users, admin) -> None:
+    token, secret = users.create_token("ada", role=Role.VIEWER, everywhere=True, created_by="root")
+    origin = {"origin": str(live.http.base_url).rstrip("/")}
+    wrong = live.http.post("/v1/session", json={"token": secret[:-1]}, headers=origin)
+    assert (wrong.status_code, wrong.cookies.get(COOKIE)) == (401, None)
+    opened = live.http.post("/v1/session", json={"token": secret}, headers=origin)
+    assert opened.status_code == 201
+    assert {"user": "ada", "login": True, "by": "token", "role": "viewer"}.items() <= opened.json().items()
+    said = opened.headers["set-cookie"].lower()
+    assert all(part in said for part in ("httponly", "samesite=strict", "max-age=43200", "path=/"))
+    assert secret not in said
+    assert live.http.get("/v1/session").json()["by"] == "session"
+    # A change that no page of ours has sent is refused, whatever cookie comes with it.
+    assert live.http.delete("/v1/session").status_code == 403
+    users.revoke_token(token.id)
+    assert live.http.get("/v1/session").status_code == 401
+
+
+def test_logging_out_ends_the_session_and_not_the_token(live, admin, ask) -> None:
+    origin = {"origin": str(live.http.base_url).rstrip("/")}
+    cookie = live.http.post("/v1/session", json={"token": admin}, headers=origin).cookies[COOKIE]
+    gone = live.http.delete("/v1/session", headers=origin)
+    assert gone.status_code == 204
+    assert "max-age=0" in gone.headers["set-cookie"].lower()
+    assert live.http.get("/v1/session", headers={"cookie": f"{COOKIE}={cookie}"}).status_code == 401
+    assert ask().status_code == 200

@@ -1,0 +1,143 @@
+"""Who may use which route: one table, checked before a route sees its request. A route without a line here is refused
+when the app is made, so none is ever open by oversight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.routing import APIRoute
+from starlette.routing import compile_path
+
+from twinstep.platform.scheduler.accounts import Accounts, Principal
+from twinstep.platform.scheduler.service import Service
+from twinstep.platform.store.entry import current_entry
+from twinstep.spec.errors import ForbiddenError, TwinstepError
+from twinstep.spec.roles import Permission
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """What a route asks of whoever uses it."""
+
+    who: Literal["anybody", "worker", "user"] = "user"
+    """worker: the run's own token, which is good for nothing else."""
+    permission: Permission | None = None
+    """In the project that the path's job, run or project belongs to; None: a login is enough."""
+    filters: bool = False
+    """The route looks at the user's projects itself. Without it, and without a project in the path, it is only for
+    those who have the permission in every project."""
+    action: str = ""
+    """In the audit log, of what changes something."""
+
+
+ANYBODY = Access(who="anybody")
+SIGNED_IN = Access()
+READ = Access(permission=Permission.READ)
+
+ROUTES: dict[tuple[str, str], Access] = {
+    ("GET", "/healthz"): ANYBODY,
+    ("GET", "/readyz"): ANYBODY,
+    ("GET", "/metrics"): READ,
+    ("POST", "/v1/jobs"): Access(permission=Permission.SUBMIT, filters=True, action="job.submit"),
+    ("GET", "/v1/jobs"): Access(permission=Permission.READ, filters=True),
+    ("POST", "/v1/jobs:plan"): Access(permission=Permission.SUBMIT, filters=True),
+    ("GET", "/v1/jobs/{job_id}"): READ,
+    ("POST", "/v1/jobs/{job_id}/cancel"): Access(permission=Permission.SUBMIT, action="job.cancel"),
+    ("GET", "/v1/jobs/{job_id}/runs"): READ,
+    ("GET", "/v1/jobs/{job_id}/events"): READ,
+    ("GET", "/v1/jobs/{job_id}/metrics"): READ,
+    ("GET", "/v1/jobs/{job_id}/logs"): READ,
+    ("GET", "/v1/jobs/{job_id}/explain"): READ,
+    ("GET", "/v1/jobs/{job_id}/stream"): READ,
+    ("GET", "/v1/topologies"): SIGNED_IN,
+    ("GET", "/v1/schema/job"): SIGNED_IN,
+    ("POST", "/v1/runs/{run_id}/reports"): Access(who="worker"),
+    ("POST", "/v1/session"): Access(who="anybody", action="session.open"),
+    ("GET", "/v1/session"): SIGNED_IN,
+    ("DELETE", "/v1/session"): SIGNED_IN,
+}
+
+_PUBLIC = [(method, compile_path(path)[0]) for (method, path), access in ROUTES.items() if access.who != "user"]
+
+
+def is_public(method: str, path: str) -> bool:
+    """Say whether a path is for those without a user's token: anybody, or workers with their run's."""
+    return any(method == its_method and pattern.fullmatch(path) for its_method, pattern in _PUBLIC)
+
+
+def check_table(routers: Iterable[APIRouter]) -> None:
+    """Raise where a route has no line in the table, or a line no route."""
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    there = {(method, route.path) for route in routes for method in route.methods or ()}
+    if missing := sorted(there - ROUTES.keys()):
+        raise AssertionError(f"routes without a line in api/access.py:ROUTES, which says who may use them: {missing}")
+    if unknown := sorted(ROUTES.keys() - there):
+        raise AssertionError(f"lines of api/access.py:ROUTES without a route: {unknown}")
+
+
+def principal_of(request: Request) -> Principal:
+    """Return whoever asks, as the gate found them."""
+    principal: Principal = request.state.principal
+    return principal
+
+
+Caller = Annotated[Principal, Depends(principal_of)]
+
+
+async def authorize(request: Request) -> None:
+    """Raise unless whoever asks may use this route; a dependency of every one."""
+    access = ROUTES[request.method, request.scope["route"].path]
+    entry = current_entry()
+    params = request.path_params
+    if entry is not None:
+        entry.action = access.action or entry.action
+        entry.target = next(iter(params.values()), "")
+    if access.who != "user" or access.permission is None:
+        return
+    service: Service = request.app.state.service
+    principal = principal_of(request)
+    try:
+        if job_id := params.get("job_id"):
+            await run_in_threadpool(_check_job, service.accounts, principal, access.permission, job_id)
+        elif project := params.get("project"):
+            service.accounts.check(principal, access.permission, project)
+        elif not access.filters:
+            _check_everywhere(principal, access.permission)
+    except TwinstepError:
+        if entry is not None:
+            entry.refused = True
+        raise
+
+
+def _check_job(accounts: Accounts, principal: Principal, permission: Permission, job_id: str) -> None:
+    project = accounts.check_job(principal, permission, job_id)
+    if (entry := current_entry()) is not None:
+        entry.project = project
+
+
+def _check_everywhere(principal: Principal, permission: Permission) -> None:
+    if not (principal.everywhere and principal.may(permission)):
+        raise ForbiddenError(
+            f"{principal.user} may not {permission} in all projects with this token",
+            remedy="use a token that is good everywhere: twinstep token create USER --everywhere",
+        )
+
+
+def still_reads(request: Request, job_id: str) -> Callable[[], bool]:
+    """Return what says, for an answer that goes on for long, whether whoever asked may still read the job."""
+    service: Service = request.app.state.service
+    principal = principal_of(request)
+
+    def still() -> bool:
+        now = service.accounts.still(principal)
+        try:
+            return now is not None and (service.accounts.check_job(now, Permission.READ, job_id), True)[1]
+        except TwinstepError:
+            return False
+
+    return still
