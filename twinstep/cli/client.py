@@ -23,6 +23,7 @@ from twinstep.spec.errors import (
     AuthError,
     ConflictError,
     Fault,
+    ForbiddenError,
     NotFoundError,
     SpecError,
     TwinstepError,
@@ -35,11 +36,11 @@ PAGE = 200
 RETRY_S = (0.5, 2.0)  # between tries of a submit whose answer did not come
 
 _BY_CODE: dict[str, type[TwinstepError]] = {
-    kind.code: kind for kind in (SpecError, NotFoundError, ConflictError, AuthError, UnavailableError)
+    kind.code: kind for kind in (SpecError, NotFoundError, ConflictError, AuthError, ForbiddenError, UnavailableError)
 }
 _BY_STATUS: dict[int, type[TwinstepError]] = {
     401: AuthError,
-    403: AuthError,
+    403: ForbiddenError,
     404: NotFoundError,
     409: ConflictError,
     422: SpecError,

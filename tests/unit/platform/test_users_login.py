@@ -10,7 +10,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from twinstep.platform.api import app as api_app
-from twinstep.platform.api.access import ROUTES, Access, check_table
+from twinstep.platform.api.access import ROUTES, RouteAccess, check_table
 from twinstep.platform.api.gate import COOKIE, SAFE_METHODS
 from twinstep.platform.store.users import Users
 from twinstep.spec.roles import Role
@@ -69,7 +69,7 @@ def test_an_app_with_a_route_nobody_may_use_is_not_made(monkeypatch) -> None:
     with pytest.raises(AssertionError, match="/v1/more"):
         api_app.create_app(None)  # type: ignore[arg-type]
     monkeypatch.undo()
-    monkeypatch.setitem(ROUTES, ("GET", "/v1/less"), Access())
+    monkeypatch.setitem(ROUTES, ("GET", "/v1/less"), RouteAccess())
     with pytest.raises(AssertionError, match="/v1/less"):
         check_table([])
 

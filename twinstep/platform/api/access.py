@@ -21,7 +21,7 @@ from twinstep.spec.roles import Permission
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Access:
+class RouteAccess:
     """What a route asks of whoever uses it."""
 
     who: Literal["anybody", "worker", "user"] = "user"
@@ -35,19 +35,19 @@ class Access:
     """In the audit log, of what changes something."""
 
 
-ANYBODY = Access(who="anybody")
-SIGNED_IN = Access()
-READ = Access(permission=Permission.READ)
+ANYBODY = RouteAccess(who="anybody")
+SIGNED_IN = RouteAccess()
+READ = RouteAccess(permission=Permission.READ)
 
-ROUTES: dict[tuple[str, str], Access] = {
+ROUTES: dict[tuple[str, str], RouteAccess] = {
     ("GET", "/healthz"): ANYBODY,
     ("GET", "/readyz"): ANYBODY,
     ("GET", "/metrics"): READ,
-    ("POST", "/v1/jobs"): Access(permission=Permission.SUBMIT, filters=True, action="job.submit"),
-    ("GET", "/v1/jobs"): Access(permission=Permission.READ, filters=True),
-    ("POST", "/v1/jobs:plan"): Access(permission=Permission.SUBMIT, filters=True),
+    ("POST", "/v1/jobs"): RouteAccess(permission=Permission.SUBMIT, filters=True, action="job.submit"),
+    ("GET", "/v1/jobs"): RouteAccess(permission=Permission.READ, filters=True),
+    ("POST", "/v1/jobs:plan"): RouteAccess(permission=Permission.SUBMIT, filters=True),
     ("GET", "/v1/jobs/{job_id}"): READ,
-    ("POST", "/v1/jobs/{job_id}/cancel"): Access(permission=Permission.SUBMIT, action="job.cancel"),
+    ("POST", "/v1/jobs/{job_id}/cancel"): RouteAccess(permission=Permission.SUBMIT, action="job.cancel"),
     ("GET", "/v1/jobs/{job_id}/runs"): READ,
     ("GET", "/v1/jobs/{job_id}/events"): READ,
     ("GET", "/v1/jobs/{job_id}/metrics"): READ,
@@ -56,8 +56,8 @@ ROUTES: dict[tuple[str, str], Access] = {
     ("GET", "/v1/jobs/{job_id}/stream"): READ,
     ("GET", "/v1/topologies"): SIGNED_IN,
     ("GET", "/v1/schema/job"): SIGNED_IN,
-    ("POST", "/v1/runs/{run_id}/reports"): Access(who="worker"),
-    ("POST", "/v1/session"): Access(who="anybody", action="session.open"),
+    ("POST", "/v1/runs/{run_id}/reports"): RouteAccess(who="worker"),
+    ("POST", "/v1/session"): RouteAccess(who="anybody", action="session.open"),
     ("GET", "/v1/session"): SIGNED_IN,
     ("DELETE", "/v1/session"): SIGNED_IN,
 }

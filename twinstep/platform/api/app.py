@@ -10,7 +10,7 @@ from starlette.routing import Match
 
 from twinstep import __version__
 from twinstep.platform.api import jobs, observe, sessions, stream, workers
-from twinstep.platform.api.access import ROUTES, Access, authorize, check_table
+from twinstep.platform.api.access import ROUTES, RouteAccess, authorize, check_table
 from twinstep.platform.api.gate import COOKIE, Audited, LoginGate
 from twinstep.platform.api.guard import OriginGuard
 from twinstep.platform.api.jobs import Asked
@@ -122,7 +122,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def _tell_access(operation: dict[str, Any], access: Access) -> None:
+def _tell_access(operation: dict[str, Any], access: RouteAccess) -> None:
     """Write into an operation what its line in the table says."""
     schemes: dict[str, list[str]] = {"user": ["token", "session"], "worker": ["run_token"], "anybody": []}
     operation["security"] = [{scheme: []} for scheme in schemes[access.who]]
