@@ -55,6 +55,15 @@ class _Asked:
         return self.method == "GET" and not self.name and self.flag("watch")
 
     @property
+    def verb(self) -> str:
+        """The verb of a Role that the request needs."""
+        if self.method == "GET":
+            return "watch" if self.watch else "get" if self.name else "list"
+        if self.method == "DELETE":
+            return "delete" if self.name else "deletecollection"
+        return {"POST": "create", "PUT": "update", "PATCH": "patch"}.get(self.method, "")
+
+    @property
     def manager(self) -> str:
         agent = str(self.request.headers.get("User-Agent", "unknown"))
         return self.text("fieldManager") or agent.split("/")[0]
@@ -78,6 +87,8 @@ class Api:
         self._token = token
         self._bookmark_seconds = bookmark_seconds
         self.open_watches: dict[asyncio.Task[Any], str] = {}
+        self.allowed: set[tuple[str, str, str]] | None = None
+        """(group, resource, verb) that its one user has a right to; None: to everything."""
         self.refuse_token = False
         """Answer 401, as to a token that has run out."""
 
@@ -95,6 +106,7 @@ class Api:
                 return await self._struck(fault, asked, raw)
             if asked is None:
                 return None
+            self._check_right(asked)
             if asked.watch:
                 return await self._watch(asked, fault)
             if asked.resource.kind == "Pod" and asked.subresource == "log":
@@ -115,6 +127,17 @@ class Api:
         given = raw.headers.get("Authorization", "")
         if self.refuse_token or given != f"Bearer {self._token}":
             raise Refusal(401, "Unauthorized", "Unauthorized")
+
+    def _check_right(self, asked: _Asked) -> None:
+        kind = asked.resource
+        plural = f"{kind.plural}/{asked.subresource}" if asked.subresource else kind.plural
+        if self.allowed is not None and (kind.group, plural, asked.verb) not in self.allowed:
+            where = f' in the namespace "{asked.namespace}"' if asked.namespace else " at the cluster scope"
+            message = (
+                f'{kind.full} is forbidden: User "twinstep" cannot {asked.verb} resource "{plural}" '
+                f'in API group "{kind.group}"{where}'
+            )
+            raise Refusal(403, "Forbidden", message)
 
     async def _struck(self, fault: Fault, asked: _Asked | None, raw: web.BaseRequest) -> web.StreamResponse:
         if fault.stored and asked is not None:

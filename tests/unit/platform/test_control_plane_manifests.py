@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from twinstep.platform.scheduler.cluster.kinds import KINDS, rules
 from twinstep.platform.scheduler.validate.schemas import core_faults
 
 ROOT = Path(__file__).parents[3]
@@ -93,6 +94,21 @@ def test_no_right_is_for_everything_or_reads_a_secret() -> None:
     roles = {each["metadata"]["name"] for each in EVERY if each["kind"] == "Role"}
     bound = {each["roleRef"]["name"] for each in EVERY if each["kind"] == "RoleBinding"}
     assert roles == bound
+
+
+def test_the_roles_allow_what_the_control_plane_asks_and_no_more() -> None:
+    def rights(rules: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
+        return {
+            (group, resource, verb)
+            for rule in rules
+            for group in rule["apiGroups"]
+            for resource in rule["resources"]
+            for verb in rule["verbs"]
+        }
+
+    allowed = {each["metadata"]["name"]: rights(each["rules"]) for each in EVERY if each["kind"] == "Role"}
+    assert allowed["twinstep-leader"] == rights(rules("Lease"))
+    assert allowed["twinstep-runs"] == rights(rules(*(kind for kind in KINDS if kind != "Lease")))
 
 
 def test_secrets_are_named_and_never_written_here() -> None:
