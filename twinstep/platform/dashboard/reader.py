@@ -19,8 +19,7 @@ from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.records import Job
 from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.spec.errors import ConflictError, TwinstepError
-from twinstep.spec.job import JobSpec
-from twinstep.spec.parse import dump_spec
+from twinstep.spec.text import dump_yaml
 
 KEPT_RUNS = 200  # runs whose lines stay in memory: about 100 kB each at most
 COUNT_EVERY_S = 2.0
@@ -77,7 +76,7 @@ class Reader:
         return JobWithRuns(
             row=self._row(job),
             run_id=job.run_id,
-            spec_yaml=dump_spec(JobSpec.model_validate(job.spec)),
+            spec_yaml=dump_yaml(job.spec),
             runs=tuple(
                 RunLine(
                     id=run.id,
