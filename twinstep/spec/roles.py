@@ -13,8 +13,10 @@ NAME = r"^[A-Za-z0-9]([A-Za-z0-9._@+-]*[A-Za-z0-9])?$"
 NAME_MAX = 32
 LOCAL_USER = "user"
 """Whoever uses a control plane that asks for no login."""
-RESERVED_NAMES = frozenset({LOCAL_USER, "anonymous", "scheduler", "twinstep", "worker"})
-"""Actors of events and of the audit log that are no user of a token."""
+BOOTSTRAP = "bootstrap"
+"""User of the token that a cluster's Secret holds."""
+RESERVED_NAMES = frozenset({LOCAL_USER, BOOTSTRAP, "anonymous", "scheduler", "twinstep", "worker"})
+"""Actors of events and of the audit log that nobody is given a token for."""
 DEFAULT_PROJECT = "default"
 """The project that is always there."""
 TOKEN_PREFIX = "tsp_"  # noqa: S105  how a token begins; scanners for leaked secrets go by it

@@ -26,6 +26,8 @@ from bench.postgres import NoServerError, Server, postgres
 from twinstep.platform.server import ControlPlane, assemble
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.store import Store
+from twinstep.platform.store.users import Users
+from twinstep.spec.roles import Role
 
 WORKER = (sys.executable, str(Path(__file__).parent / "stand_in_worker.py"))
 
@@ -206,3 +208,27 @@ def shared(databases: Sqlite | Postgres, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def wait() -> Callable[..., Any]:
     return eventually
+
+
+@pytest.fixture
+def users(live: Live) -> Users:
+    return live.plane.service.accounts.users
+
+
+@pytest.fixture
+def admin(live: Live, users: Users) -> str:
+    """The first token: from now on a login is asked for."""
+    _, secret = users.create_token("root", role=Role.ADMIN, everywhere=True, created_by="test")
+    live.plane.service.accounts.look_again()
+    return secret
+
+
+@pytest.fixture
+def ask(live: Live) -> Callable[..., httpx.Response]:
+    """Ask with a token, in place of all that this client has."""
+
+    def asking(secret: str, method: str = "GET", path: str = "/v1/jobs", **options: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {secret}", **options.pop("headers", {})}
+        return live.http.request(method, path, headers=headers, **options)
+
+    return asking

@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import httpx
 import pytest
 from fastapi.routing import APIRoute
 
 from twinstep.platform.api import app as api_app
 from twinstep.platform.api.access import ROUTES, RouteAccess, check_table
 from twinstep.platform.api.gate import COOKIE, SAFE_METHODS
-from twinstep.platform.store.users import Users
 from twinstep.spec.roles import Role
-
-
-@pytest.fixture
-def users(live: Any) -> Users:
-    return live.plane.service.accounts.users
-
-
-@pytest.fixture
-def admin(live: Any, users: Users) -> str:
-    """The first token: from now on a login is asked for."""
-    _, secret = users.create_token("root", role=Role.ADMIN, everywhere=True, created_by="test")
-    live.plane.service.accounts.look_again()
-    return secret
-
-
-@pytest.fixture
-def ask(live: Any, admin: str) -> Iterator[Any]:
-    """Ask with a token."""
-
-    def asking(secret: str = admin, method: str = "GET", path: str = "/v1/jobs", **options: Any) -> httpx.Response:
-        headers = {"authorization": f"Bearer {secret}", **options.pop("headers", {})}
-        return live.http.request(method, path, headers=headers, **options)
-
-    return asking
 
 
 def test_every_operation_of_the_document_says_who_may_use_it(shared) -> None:
@@ -115,4 +86,4 @@ def test_logging_out_ends_the_session_and_not_the_token(live, admin, ask) -> Non
     assert gone.status_code == 204
     assert "max-age=0" in gone.headers["set-cookie"].lower()
     assert live.http.get("/v1/session", headers={"cookie": f"{COOKIE}={cookie}"}).status_code == 401
-    assert ask().status_code == 200
+    assert ask(admin).status_code == 200

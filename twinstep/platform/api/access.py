@@ -13,10 +13,10 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 from starlette.routing import compile_path
 
-from twinstep.platform.scheduler.accounts import Accounts, Principal
+from twinstep.platform.scheduler.accounts import Principal
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.entry import current_entry
-from twinstep.spec.errors import ForbiddenError, TwinstepError
+from twinstep.spec.errors import ForbiddenError, NotFoundError, TwinstepError
 from twinstep.spec.roles import Permission
 
 
@@ -38,6 +38,7 @@ class RouteAccess:
 ANYBODY = RouteAccess(who="anybody")
 SIGNED_IN = RouteAccess()
 READ = RouteAccess(permission=Permission.READ)
+ADMINISTER = RouteAccess(permission=Permission.ADMINISTER)
 
 ROUTES: dict[tuple[str, str], RouteAccess] = {
     ("GET", "/healthz"): ANYBODY,
@@ -60,6 +61,18 @@ ROUTES: dict[tuple[str, str], RouteAccess] = {
     ("POST", "/v1/session"): RouteAccess(who="anybody", action="session.open"),
     ("GET", "/v1/session"): SIGNED_IN,
     ("DELETE", "/v1/session"): SIGNED_IN,
+    ("GET", "/v1/tokens"): ADMINISTER,
+    ("POST", "/v1/tokens"): RouteAccess(permission=Permission.ADMINISTER, action="token.create"),
+    ("DELETE", "/v1/tokens/{token_id}"): RouteAccess(permission=Permission.ADMINISTER, action="token.revoke"),
+    ("GET", "/v1/projects"): SIGNED_IN,
+    ("POST", "/v1/projects"): RouteAccess(permission=Permission.ADMINISTER, action="project.create"),
+    ("DELETE", "/v1/projects/{project}"): RouteAccess(permission=Permission.ADMINISTER, action="project.delete"),
+    ("GET", "/v1/projects/{project}/members"): READ,
+    ("PUT", "/v1/projects/{project}/members/{user}"): RouteAccess(permission=Permission.MANAGE, action="member.set"),
+    ("DELETE", "/v1/projects/{project}/members/{user}"): RouteAccess(
+        permission=Permission.MANAGE, action="member.remove"
+    ),
+    ("GET", "/v1/audit"): ADMINISTER,
 }
 
 _PUBLIC = [(method, compile_path(path)[0]) for (method, path), access in ROUTES.items() if access.who != "user"]
@@ -96,28 +109,28 @@ async def authorize(request: Request) -> None:
     params = request.path_params
     if entry is not None:
         entry.action = access.action or entry.action
-        entry.target = next(iter(params.values()), "")
+        entry.target = next(iter(params.values()), entry.target)
     if access.who != "user" or access.permission is None:
         return
     service: Service = request.app.state.service
     principal = principal_of(request)
     try:
         if job_id := params.get("job_id"):
-            await run_in_threadpool(_check_job, service.accounts, principal, access.permission, job_id)
+            await run_in_threadpool(service.accounts.check_job, principal, access.permission, job_id)
         elif project := params.get("project"):
+            if entry is not None:
+                entry.project = project
             service.accounts.check(principal, access.permission, project)
         elif not access.filters:
             _check_everywhere(principal, access.permission)
-    except TwinstepError:
+        elif (project := request.query_params.get("project")) is not None and access.permission != Permission.READ:
+            # Before the body is read; a list of a project that is not one's own is empty instead.
+            service.accounts.check(principal, access.permission, project)
+    except TwinstepError as error:
         if entry is not None:
-            entry.refused = True
+            # What is nowhere was not refused, only not found.
+            entry.refused = entry.project is not None or not isinstance(error, NotFoundError)
         raise
-
-
-def _check_job(accounts: Accounts, principal: Principal, permission: Permission, job_id: str) -> None:
-    project = accounts.check_job(principal, permission, job_id)
-    if (entry := current_entry()) is not None:
-        entry.project = project
 
 
 def _check_everywhere(principal: Principal, permission: Permission) -> None:
@@ -135,9 +148,12 @@ def still_reads(request: Request, job_id: str) -> Callable[[], bool]:
 
     def still() -> bool:
         now = service.accounts.still(principal)
-        try:
-            return now is not None and (service.accounts.check_job(now, Permission.READ, job_id), True)[1]
-        except TwinstepError:
+        if now is None:
             return False
+        try:
+            service.accounts.check_job(now, Permission.READ, job_id)
+        except NotFoundError:
+            return False
+        return True
 
     return still

@@ -16,6 +16,7 @@ from twinstep.platform.scheduler.projects import place
 from twinstep.platform.settings import Settings, is_loopback
 from twinstep.platform.store.audit import AuditLog
 from twinstep.platform.store.database import Database
+from twinstep.platform.store.entry import current_entry
 from twinstep.platform.store.users import Known, Project, Users, no_project
 from twinstep.spec.errors import Fault, ForbiddenError, NotFoundError, SpecError, UnavailableError
 from twinstep.spec.job import JobSpec
@@ -149,20 +150,21 @@ class Accounts:
             remedy="ask an admin for a role that may, or use a token that allows more",
         )
 
-    def check_job(self, principal: Principal, permission: Permission, job_id: str) -> str | None:
-        """Raise unless they may do this to a job; return its project, where it had to be looked for.
+    def check_job(self, principal: Principal, permission: Permission, job_id: str) -> None:
+        """Raise unless they may do this to a job.
 
         Raises:
             NotFoundError: there is no such job, or they are not to know of it: one answer for both.
             ForbiddenError: they may see it, and not do this.
         """
         if principal.is_local:
-            return None
+            return
         project = self.users.project_of_job(job_id)
+        if (entry := current_entry()) is not None:
+            entry.project = project
         if project is None or principal.role_in(project) is None:
             raise NotFoundError(f"there is no job {job_id!r}", remedy="list the jobs: twinstep ls, or GET /v1/jobs")
         self.check(principal, permission, project)
-        return project
 
     def project_for(self, principal: Principal, given: str | None) -> Project:
         """Return the project a submit goes to: the one given, the default one, or the only one they may submit to.

@@ -23,13 +23,12 @@ from twinstep.platform.store.ids import new_id
 from twinstep.platform.store.records import View
 from twinstep.platform.store.tables import JobRow, MemberRow, ProjectRow, RunRow, SessionRow, TokenRow
 from twinstep.spec.errors import ConflictError, NotFoundError
-from twinstep.spec.roles import DEFAULT_PROJECT, TOKEN_PREFIX, Role
+from twinstep.spec.roles import BOOTSTRAP, DEFAULT_PROJECT, TOKEN_PREFIX, Role
 from twinstep.spec.states import LIVE
 
 TOKEN_BYTES = 32
 SEEN_EVERY_S = 60.0  # a token's last use is written at most so often
 SESSION_S = 12 * 3600.0  # a browser shows its token again after so long
-BOOTSTRAP = "bootstrap"  # user of the token that a cluster's Secret holds
 
 
 class Token(View):
@@ -188,7 +187,7 @@ class Users:
         with self._database.write() as connection:
             connection.execute(
                 update(TokenRow)
-                .where(TokenRow.created_by == BOOTSTRAP, TokenRow.hash != hashed, TokenRow.revoked_at.is_(None))
+                .where(TokenRow.user == BOOTSTRAP, TokenRow.hash != hashed, TokenRow.revoked_at.is_(None))
                 .values(revoked_at=now)
             )
             known = connection.execute(select(TokenRow.id).where(TokenRow.hash == hashed)).first()
