@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,6 +115,42 @@ def test_wherever_an_apply_breaks_off_the_next_one_finishes_it(
     for key, each in there.items():
         if key[0] != "JobSet":
             assert [owner["uid"] for owner in each["metadata"]["ownerReferences"]] == [ref.uid]
+
+
+@pytest.mark.parametrize("at", range(6, STEPS))
+def test_an_adopted_workload_owns_all_that_an_unfinished_apply_left(
+    server: FakeServer, cluster: KubeCluster, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    run, ask, asked = rendered(), KubeApi._open, 0
+
+    def breaks_off(*args: Any, **kwargs: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked > at:
+            raise UnavailableError("killed", remedy="")
+        return ask(*args, **kwargs)
+
+    monkeypatch.setattr(KubeApi, "_open", breaks_off)
+    with contextlib.suppress(UnavailableError):
+        cluster.apply("r1", run.objects, token="one")
+    monkeypatch.setattr(KubeApi, "_open", ask)
+    if not server.all("JobSet"):
+        return
+    ref = cluster.apply("r1", run.objects)  # no new token: pods may have started with the first one
+    there = placed(server)
+    assert len(there) == len(run.objects) + 1
+    assert base64.b64decode(there["Secret", f"{run.name}-token"]["data"]["token"]) == b"one"
+    for key, each in there.items():
+        assert key[0] == "JobSet" or [owner["uid"] for owner in each["metadata"]["ownerReferences"]] == [ref.uid]
+
+
+def test_a_secret_of_somebody_else_is_not_made_an_adopted_workloads(server: FakeServer, cluster: KubeCluster) -> None:
+    run = rendered()
+    cluster.apply("r1", run.objects)
+    metadata = {"name": f"{run.name}-token", "namespace": "default", "labels": {"twinstep.dev/run": "another"}}
+    server.put({"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "data": {}, "metadata": metadata})
+    cluster.apply("r1", run.objects)
+    assert "ownerReferences" not in placed(server)["Secret", f"{run.name}-token"]["metadata"]
 
 
 @pytest.mark.parametrize("kind", ["JobSet", "ConfigMap", "ServiceAccount", "NetworkPolicy", "Secret"])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 from aiohttp import web
-from aiohttp.test_utils import RawTestServer
 from kmock import KubernetesScaffold, Request
 
 from .api import Api
@@ -75,11 +74,9 @@ class FakeServer:
         self.api = Api(self.objects, self.logs, self.faults, token=TOKEN, bookmark_seconds=bookmark_seconds)
         self.kubeconfig = directory / "kubeconfig.yaml"
         self.port = 0
-        logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
         self._handlers: list[_Handler] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._site: RawTestServer | None = None
 
     # ---- life ----
 
@@ -172,17 +169,21 @@ class FakeServer:
         handler = _handler(self.api)  # one for each time it is started: kmock's belong to one event loop
         self._handlers.append(handler)
         async with handler:
-            site = RawTestServer(handler, port=self.port or None)
+            runner = web.ServerRunner(
+                web.Server(handler, handler_cancellation=True, access_log=None),
+                shutdown_timeout=0.1,
+            )
             try:
-                await site.start_server(debug=False, shutdown_timeout=0.1)
+                await runner.setup()
+                listener = socket.create_server(("127.0.0.1", self.port))
+                await web.SockSite(runner, listener).start()
             except Exception as error:
                 ready.set_exception(error)
                 raise
-            assert site.port is not None
-            ready.set_result(site.port)
+            ready.set_result(listener.getsockname()[1])
             await self._ended.wait()
             self.api.close_watches("")
-            await site.close()
+            await runner.cleanup()
 
     def _config(self) -> dict[str, Any]:
         return {

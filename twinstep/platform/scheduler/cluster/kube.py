@@ -56,6 +56,8 @@ class KubeCluster:
                 self._apply_own(run_id, each, owner=there)
             if secret is not None:
                 self._api.apply(_with_owner(secret, there), force=True)
+            elif token is None:
+                self._own_secret(run_id, there)
         except NotFoundError as error:
             raise UnavailableError(error.problem, remedy=error.remedy) from error
         return WorkloadRef(
@@ -142,6 +144,16 @@ class KubeCluster:
                     ) from None
                 self._api.delete_all("Secret", namespace, selector=_selector(run_id))
         return {**body, "metadata": {**metadata, "uid": made["metadata"]["uid"]}}
+
+    def _own_secret(self, run_id: str, owner: Object) -> None:
+        """Let a run's Secret belong to its workload, where an earlier try made it and did not come as far."""
+        metadata = owner["metadata"]
+        label = RUN_LABEL.replace("/", "~1")
+        steps: list[dict[str, Any]] = [
+            {"op": "test", "path": f"/metadata/labels/{label}", "value": label_value(run_id)},
+            {"op": "add", "path": "/metadata/ownerReferences", "value": [_owner_of(owner)]},
+        ]
+        self._api.amend("Secret", metadata["namespace"], f"{metadata['name']}-token", steps)
 
     def suspend(self, run_id: str, ref: WorkloadRef, suspended: bool) -> None:
         """See `Cluster.suspend`."""

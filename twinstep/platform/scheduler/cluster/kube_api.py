@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,6 +35,8 @@ RELOAD_S = 5.0  # credentials are read again at most so often
 POOL = 32  # connections that are kept: watches, the log collector, the reconciler
 
 Body: TypeAlias = Mapping[str, Any]
+Steps: TypeAlias = Sequence[Mapping[str, Any]]
+"""Of a JSON patch."""
 
 
 class RefusedError(UnavailableError):
@@ -130,6 +132,17 @@ class KubeApi:
         query = {"fieldManager": FIELD_MANAGER}
         return self._json("patch", row, path, body=patch, query=query, content="application/merge-patch+json")
 
+    def amend(self, kind: str, namespace: str, name: str, steps: Steps) -> bool:
+        """Change an object by a JSON patch; False where it is not there, or one of the patch's tests fails."""
+        row = KINDS[kind]
+        query = {"fieldManager": FIELD_MANAGER}
+        content = "application/json-patch+json"
+        try:
+            self._json("patch", row, row.path(namespace, name), body=steps, query=query, content=content)
+        except (NotFoundError, SpecError):
+            return False
+        return True
+
     def delete(self, kind: str, namespace: str, name: str, *, uid: str) -> bool:
         """Delete an object of that uid and, after it, what it owns; False where it is not there (any more)."""
         options = {
@@ -177,7 +190,7 @@ class KubeApi:
         kind: Kind,
         path: str,
         *,
-        body: Body | None = None,
+        body: Body | Steps | None = None,
         query: Mapping[str, str] | None = None,
         content: str = "application/json",
     ) -> dict[str, Any]:
@@ -201,7 +214,7 @@ class KubeApi:
         kind: Kind,
         path: str,
         *,
-        body: Body | None = None,
+        body: Body | Steps | None = None,
         query: Mapping[str, str] | None = None,
         content: str = "application/json",
         accept: str = "application/json",
@@ -232,7 +245,7 @@ class KubeApi:
         asked: str,
         method: str,
         path: str,
-        body: Body | None,
+        body: Body | Steps | None,
         query: Mapping[str, str],
         content: str,
         accept: str,
@@ -247,7 +260,7 @@ class KubeApi:
                     path,
                     query_params=list(query.items()),
                     header_params=headers,
-                    body=None if body is None else dict(body),
+                    body=dict(body) if isinstance(body, Mapping) else body,
                     auth_settings=["BearerToken"],
                 )
             return client.call_api(*request, _request_timeout=(CONNECT_S, read_s)).response
