@@ -236,6 +236,8 @@ def test_openapi_names_every_path_with_its_problems_and_every_reference_resolves
         "/v1/jobs/{job_id}/cancel",
         "/v1/jobs/{job_id}/runs",
         "/v1/jobs/{job_id}/events",
+        "/v1/jobs/{job_id}/metrics/names",
+        "/v1/jobs/{job_id}/metrics/series",
         "/v1/jobs/{job_id}/metrics",
         "/v1/jobs/{job_id}/logs",
         "/v1/jobs/{job_id}/explain",

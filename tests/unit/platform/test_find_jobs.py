@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +21,8 @@ COUNT = 60
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory, seeded: Any) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path_factory.mktemp('find')}/twinstep.db")
+def database(databases: Any, seeded: Any) -> Iterator[Database]:
+    database = Database(databases.new())
     seeded.fill_jobs(database, COUNT)
     yield database
     database.close()
@@ -107,6 +106,8 @@ def test_a_cursor_that_is_none_is_a_place_like_any_other(database: Database, cur
 
 
 def test_the_few_jobs_of_a_state_are_found_by_an_index(database: Database) -> None:
+    if database.dialect != "sqlite":
+        pytest.skip("PostgreSQL plans a table as small as this one otherwise")
     with database.read() as connection:
         plan = connection.execute(
             text("EXPLAIN QUERY PLAN SELECT job_id FROM runs WHERE state = 'running' ORDER BY job_id DESC LIMIT 3")
@@ -135,10 +136,8 @@ def test_the_api_takes_each_part_of_a_filter(shared: Any) -> None:
         assert shared.http.get("/v1/jobs", params=wrong).status_code == 422, wrong
 
 
-def test_counts_are_of_jobs_not_of_their_runs(tmp_path: Path) -> None:
-    store = Store(f"sqlite:///{tmp_path}/twinstep.db")
+def test_counts_are_of_jobs_not_of_their_runs(store: Store) -> None:
     job = store.create_job(JobSpec(name="once"))
     assert store.count_jobs() == {RunState.PENDING: 1}
     store.move(job.run_id, to=RunState.QUEUED, if_version=1, reason="", actor="scheduler")
     assert store.count_jobs() == {RunState.QUEUED: 1}
-    store.close()

@@ -12,9 +12,18 @@ from twinstep.platform.api.guard import JSON_TYPE, YAML_TYPES, load_json, media_
 from twinstep.platform.api.problems import responses
 from twinstep.platform.scheduler.explain import Explanation
 from twinstep.platform.scheduler.rundir import MAX_LOG_READ, LogPart
-from twinstep.platform.scheduler.service import MAX_PAGE, MAX_POINTS, Service
+from twinstep.platform.scheduler.service import MAX_BUCKETS, MAX_PAGE, MAX_POINTS, Service
 from twinstep.platform.store.entry import current_entry
-from twinstep.platform.store.records import EventPage, JobDetail, JobPage, MetricPage, Run, View
+from twinstep.platform.store.records import (
+    EventPage,
+    JobDetail,
+    JobPage,
+    MetricNames,
+    MetricPage,
+    Run,
+    SeriesPage,
+    View,
+)
 from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.spec.catalogue import catalogue
 from twinstep.spec.job import JobSpec
@@ -24,6 +33,7 @@ from twinstep.spec.states import RunState
 router = APIRouter(prefix="/v1", tags=["jobs"])
 
 CURSOR_MAX = 2**63 - 1
+MAX_SERIES = 100
 After = Annotated[int, Query(ge=0, le=CURSOR_MAX, description="Give the `next_after` of the page before.")]
 RunId = Annotated[str | None, Query(max_length=64, description="A run of the job; the newest one where left out.")]
 Kind = Literal["cpu", "tpu", "gpu"]
@@ -198,6 +208,41 @@ def list_metrics(
     """Return metric points after a cursor, in the order they came."""
     wanted = [name for item in names or [] for name in item.split(",") if name]
     return service.list_metrics(job_id, after=after, names=wanted, limit=limit, run_id=run_id)
+
+
+@router.get("/jobs/{job_id}/metrics/names", responses=responses(404), summary="Name a run's metrics")
+def list_metric_names(service: Asked, job_id: str, run_id: RunId = None) -> MetricNames:
+    """Return the names of a run's metrics, in order; of very many the first 200."""
+    return service.metric_names(job_id, run_id=run_id)
+
+
+@router.get("/jobs/{job_id}/metrics/series", responses=responses(404), summary="Read metrics for a chart")
+def read_series(
+    service: Asked,
+    job_id: str,
+    names: Annotated[list[str], Query(description="Metrics, also several in one, comma between.", max_length=100)],
+    max_points: Annotated[int, Query(ge=1, le=MAX_BUCKETS, description="Of each metric, at most.")] = 500,
+    from_step: Annotated[int | None, Query(ge=0, le=CURSOR_MAX, description="Leave out steps before.")] = None,
+    to_step: Annotated[int | None, Query(ge=0, le=CURSOR_MAX, description="Leave out steps after.")] = None,
+    width: Annotated[
+        int, Query(ge=1, le=2**40, description="Least steps of a bucket: an earlier answer's, to add to that one.")
+    ] = 1,
+    run_id: RunId = None,
+) -> SeriesPage:
+    """Return metrics in few buckets that keep spikes, gaps and what is undefined, however many points there are.
+
+    To follow a run, ask again with the `width` of the answer before and `from_step` in its last bucket.
+    """
+    wanted = [name for item in names for name in item.split(",") if name]
+    return service.metric_series(
+        job_id,
+        wanted[:MAX_SERIES],
+        max_points=max_points,
+        from_step=from_step,
+        to_step=to_step,
+        width=width,
+        run_id=run_id,
+    )
 
 
 @router.get("/jobs/{job_id}/logs", responses=responses(404), summary="Read a run's log")

@@ -153,10 +153,6 @@ def search(label: str, value: str, on_input: Callable[[str], object]) -> ui.elem
     with_props(
         box, type="search", placeholder=label, aria_label=label, value=value, autocomplete="off", maxlength="200"
     )
-    return box.on(
-        "input",
-        lambda event: on_input(str(event.args)),
-        js_handler="(e) => emit(e.target.value)",
-        throttle=0.25,
-        leading_events=False,
-    )
+    # The browser waits for the end of a word: what is typed fast is one question, and the last one is always asked.
+    wait = "({target}) => { clearTimeout(target.wait); target.wait = setTimeout(() => emit(target.value), 250); }"
+    return box.on("input", lambda event: on_input(str(event.args)), js_handler=wait)

@@ -16,7 +16,17 @@ from twinstep.platform.scheduler.render.render import RenderedRun
 from twinstep.platform.scheduler.rundir import LogPart, RunDir, hash_token
 from twinstep.platform.scheduler.runnable import check_runnable, planned
 from twinstep.platform.settings import Settings
-from twinstep.platform.store.records import EventPage, Job, JobDetail, JobPage, MetricPage, Run, View
+from twinstep.platform.store.records import (
+    EventPage,
+    Job,
+    JobDetail,
+    JobPage,
+    MetricNames,
+    MetricPage,
+    Run,
+    SeriesPage,
+    View,
+)
 from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.platform.store.store import Store
 from twinstep.spec.errors import AuthError, ConflictError, NotFoundError
@@ -27,6 +37,7 @@ from twinstep.spec.states import RunState
 
 MAX_PAGE = 200  # jobs or events one answer holds at most
 MAX_POINTS = 10_000  # metric points one answer holds at most
+MAX_BUCKETS = 5000  # points of one line of a chart
 EXPLAINED_EVENTS = 20
 EXPLAINED_LINES = 200  # of a log: an error and what led to it
 READY_AGE_S = 30.0  # a reconciler that has not passed for so long is stuck
@@ -168,6 +179,38 @@ class Service:
         """Return metric points of a job's newest run (or of `run_id`) after a cursor, or raise NotFoundError."""
         run = self._run_of(job_id, run_id)
         return self._store.metrics(run, after=after, names=names, limit=_within(limit, MAX_POINTS))
+
+    def metric_names(self, job_id: str, *, run_id: str | None = None) -> MetricNames:
+        """Return the names of the metrics of a job's newest run (or of `run_id`), or raise NotFoundError."""
+        run = self._run_of(job_id, run_id)
+        return MetricNames(run_id=run, items=self._store.series.names(run))
+
+    def metric_series(
+        self,
+        job_id: str,
+        names: Sequence[str],
+        *,
+        max_points: int = 500,
+        from_step: int | None = None,
+        to_step: int | None = None,
+        width: int = 1,
+        run_id: str | None = None,
+    ) -> SeriesPage:
+        """Return metrics of a job's newest run (or of `run_id`) in at most `max_points` buckets each.
+
+        Raises:
+            NotFoundError: no such job or run.
+        """
+        run = self._run_of(job_id, run_id)
+        found = self._store.series.series(
+            run,
+            names,
+            max_points=_within(max_points, MAX_BUCKETS),
+            from_step=from_step,
+            to_step=to_step,
+            width=width,
+        )
+        return SeriesPage.model_construct(run_id=run, items=found)
 
     def last_values(self, run_id: str, names: Sequence[str]) -> dict[str, float | None]:
         """Return the newest value of each metric of a run; a metric without points is left out."""

@@ -168,6 +168,43 @@ class MetricPoint(View):
     """null where it is undefined or was not finite."""
 
 
+class MetricSeries(View):
+    """A metric of a run for a chart: one entry per bucket in each list, in order of steps.
+
+    Buckets are `width` steps wide and begin at multiples of it; one without points is left out, which is a gap.
+    """
+
+    name: str
+    width: int
+    """Steps of a bucket, a power of two; 1: every point as it was reported."""
+    first_steps: list[int]
+    """First step of each bucket that has a point."""
+    steps: list[int]
+    """Last step of each bucket that has a point."""
+    times: list[float]
+    """Of that point, Unix seconds on the worker's clock."""
+    means: list[float | None]
+    """Mean of what is defined; null where nothing is."""
+    lows: list[float | None]
+    highs: list[float | None]
+    undefined: list[int]
+    """Points that are null: NaN, infinite, or an AUC of one class."""
+
+
+class SeriesPage(View):
+    """The series asked for; a metric that the run has no points of is left out."""
+
+    run_id: str
+    items: list[MetricSeries]
+
+
+class MetricNames(View):
+    """The metrics of a run."""
+
+    run_id: str
+    items: list[str]
+
+
 class JobPage(View):
     """Some jobs, newest first."""
 

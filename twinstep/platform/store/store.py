@@ -27,7 +27,7 @@ from twinstep.platform.store.records import (
     Run,
 )
 from twinstep.platform.store.search import JobFilter, JobSort, count_states, find_jobs, job_fields, select_jobs
-from twinstep.platform.store.series import last_values
+from twinstep.platform.store.series import SeriesReader, last_values
 from twinstep.platform.store.submits import add_job, known_job, remember_key
 from twinstep.platform.store.tables import EventRow, JobRow, MetricRow, RunRow
 from twinstep.platform.store.troubles import again
@@ -51,6 +51,8 @@ class Store:
         """
         self._database = Database(url)
         self.changes = Changes()
+        self.series = SeriesReader(self._database)
+        """Metrics as charts want them."""
         if self._database.dialect == "postgresql":
             self.changes.share(self._database.url)
 
