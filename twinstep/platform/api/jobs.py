@@ -38,6 +38,7 @@ After = Annotated[int, Query(ge=0, le=CURSOR_MAX, description="Give the `next_af
 RunId = Annotated[str | None, Query(max_length=64, description="A run of the job; the newest one where left out.")]
 Kind = Literal["cpu", "tpu", "gpu"]
 Backend = Literal["inductor", "xla", "eager"]
+Order = Literal["newest", "oldest", "name", "-name"]
 
 _SPEC_BODY = {
     "requestBody": {
@@ -154,7 +155,7 @@ def wanted_jobs(
 def list_jobs(
     service: Asked,
     wanted: Annotated[JobFilter, Depends(wanted_jobs)],
-    sort: Annotated[JobSort, Query(description="The order.")] = JobSort.NEWEST,
+    sort: Annotated[Order, Query(description="By time of submission, or by name; - is backwards.")] = "newest",
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
     cursor: Annotated[str | None, Query(max_length=128, description="The `next_cursor` of the page before.")] = None,
 ) -> JobPage:
@@ -162,7 +163,7 @@ def list_jobs(
 
     A page with fewer items than asked for, or none, has a `next_cursor` where older jobs were not looked through yet.
     """
-    return service.list_jobs(wanted, sort=sort, limit=limit, cursor=cursor)
+    return service.list_jobs(wanted, sort=JobSort(sort), limit=limit, cursor=cursor)
 
 
 @router.get("/jobs/{job_id}", responses=responses(404), summary="Look at a job")

@@ -28,7 +28,7 @@ SORTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ListChoice:
     """What a page of the list shows."""
 
     only: JobFilter = field(default_factory=JobFilter)
@@ -42,7 +42,7 @@ class Wanted:
         return self.only != JobFilter()
 
 
-def from_query(pairs: Iterable[tuple[str, str]]) -> Wanted:
+def from_query(pairs: Iterable[tuple[str, str]]) -> ListChoice:
     """Return what an address asks for."""
     given: dict[str, list[str]] = {}
     for name, value in pairs:
@@ -54,7 +54,7 @@ def from_query(pairs: Iterable[tuple[str, str]]) -> Wanted:
     def one(name: str, allowed: Iterable[str], default: str) -> str:
         return next(iter(listed(name, allowed)), default)
 
-    return Wanted(
+    return ListChoice(
         only=JobFilter(
             states=tuple(RunState(value) for value in listed("state", [state.value for state in RunState])),
             accelerators=listed("accelerator", ACCELERATORS),
@@ -67,7 +67,7 @@ def from_query(pairs: Iterable[tuple[str, str]]) -> Wanted:
     )
 
 
-def to_query(wanted: Wanted) -> str:
+def to_query(wanted: ListChoice) -> str:
     """Return the address's query; empty where nothing is asked for."""
     only = wanted.only
     pairs: list[tuple[str, str]] = [("state", state.value) for state in only.states]

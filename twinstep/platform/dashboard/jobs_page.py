@@ -13,7 +13,7 @@ from dataclasses import replace
 from nicegui import ui
 
 from twinstep.platform.dashboard import theme, words
-from twinstep.platform.dashboard.filters import ACCELERATORS, ATTEMPTS, BACKENDS, SIZES, SORTS, Wanted, to_query
+from twinstep.platform.dashboard.filters import ACCELERATORS, ATTEMPTS, BACKENDS, SIZES, SORTS, ListChoice, to_query
 from twinstep.platform.dashboard.reader import Reader
 from twinstep.platform.dashboard.views import JobLine, JobLines
 from twinstep.platform.store.search import SCANNED, JobFilter, JobSort
@@ -95,7 +95,7 @@ def progress_words(row: JobLine) -> str:
 class FilterBar:
     """Search, drop-down lists and a button per state with the number of jobs in it."""
 
-    def __init__(self, wanted: Wanted, on_change: Callable[[Wanted], Awaitable[None]]) -> None:
+    def __init__(self, wanted: ListChoice, on_change: Callable[[ListChoice], Awaitable[None]]) -> None:
         self.wanted, self.on_change = wanted, on_change
         self.states: dict[str, tuple[ui.element, ui.label]] = {}
         with theme.div("tw-filters"):
@@ -142,7 +142,7 @@ class FilterBar:
     def _only(self, **changes: object) -> Awaitable[None]:
         return self._set(replace(self.wanted, only=replace(self.wanted.only, **changes)))  # type: ignore[arg-type]
 
-    def _set(self, wanted: Wanted) -> Awaitable[None]:
+    def _set(self, wanted: ListChoice) -> Awaitable[None]:
         self.wanted = wanted
         return self.on_change(wanted)
 
@@ -223,7 +223,7 @@ class Chosen:
 class JobsScreen:
     """The list on one browser's screen, with its filter, its pager and what it says where it is empty."""
 
-    def __init__(self, reader: Reader, wanted: Wanted, *, url: str) -> None:
+    def __init__(self, reader: Reader, wanted: ListChoice, *, url: str) -> None:
         self.reader, self.wanted, self.rows = reader, wanted, dict[str, Row]()
         self.cursors: list[str | None] = [None]
         """Where each page up to the one shown begins."""
@@ -271,7 +271,7 @@ class JobsScreen:
             self.cursors.append(self.next_cursor)
             await self.refresh()
 
-    async def _narrow(self, wanted: Wanted) -> None:
+    async def _narrow(self, wanted: ListChoice) -> None:
         self.wanted, self.cursors, self.next_cursor = wanted, [None], None
         query = to_query(wanted)
         ui.navigate.history.replace(f"/?{query}" if query else "/")
@@ -298,7 +298,7 @@ class JobsScreen:
         self.bar.count(counts)
         self._show(page)
 
-    def _read(self, wanted: Wanted, cursor: str | None) -> tuple[JobLines, dict[str, int]]:
+    def _read(self, wanted: ListChoice, cursor: str | None) -> tuple[JobLines, dict[str, int]]:
         page = self.reader.jobs(wanted.only, sort=wanted.sort, limit=wanted.size, cursor=cursor)
         return page, self.reader.counts()
 
@@ -338,7 +338,7 @@ class JobsScreen:
         theme.enable(self.older, page.next_cursor is not None)
 
 
-async def build(reader: Reader, wanted: Wanted, *, url: str) -> None:
+async def build(reader: Reader, wanted: ListChoice, *, url: str) -> None:
     """Build the page for one browser, filled at once, and keep it current."""
     page = JobsScreen(reader, wanted, url=url)
     await page.refresh()

@@ -150,9 +150,9 @@ def select(label: str, options: Mapping[str, str], value: str, on_change: Callab
 def search(label: str, value: str, on_input: Callable[[str], object]) -> ui.element:
     """Return a search field that tells what stands in it a moment after it was typed."""
     box = ui.element("input").classes("tw-search")
-    with_props(
-        box, type="search", placeholder=label, aria_label=label, value=value, autocomplete="off", maxlength="200"
-    )
+    with_props(box, type="search", placeholder=label, aria_label=label, autocomplete="off", maxlength="200")
+    # As an attribute (^): Vue sets a property `value` again with whatever is drawn anew, over what is being typed.
+    box.props["^value"] = value
     # The browser waits for the end of a word: what is typed fast is one question, and the last one is always asked.
     wait = "({target}) => { clearTimeout(target.wait); target.wait = setTimeout(() => emit(target.value), 250); }"
     return box.on("input", lambda event: on_input(str(event.args)), js_handler=wait)
