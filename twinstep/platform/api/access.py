@@ -52,6 +52,8 @@ ROUTES: dict[tuple[str, str], RouteAccess] = {
     ("GET", "/v1/jobs/{job_id}/runs"): READ,
     ("GET", "/v1/jobs/{job_id}/events"): READ,
     ("GET", "/v1/jobs/{job_id}/metrics"): READ,
+    ("GET", "/v1/jobs/{job_id}/metrics/names"): READ,
+    ("GET", "/v1/jobs/{job_id}/metrics/series"): READ,
     ("GET", "/v1/jobs/{job_id}/logs"): READ,
     ("GET", "/v1/jobs/{job_id}/explain"): READ,
     ("GET", "/v1/jobs/{job_id}/stream"): READ,
