@@ -6,8 +6,6 @@ go on. Nothing waits for a process or a file inside a transaction.
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from dataclasses import dataclass
 
@@ -15,13 +13,11 @@ from pydantic import ValidationError
 
 from twinstep.platform.scheduler.decide import Action, Do, Seen, Sight, Wanted, decide
 from twinstep.platform.scheduler.local import LocalBackend
+from twinstep.platform.scheduler.passes import Passes, trouble_with
 from twinstep.platform.store.records import Run
 from twinstep.platform.store.store import Store
-from twinstep.spec.errors import TwinstepError, UnavailableError
 from twinstep.spec.job import JobSpec, RuntimeSpec
 from twinstep.spec.states import ACTIVE, RunState
-
-log = logging.getLogger(__name__)
 
 SILENCE_S = 5.0  # a worker that was not heard of for so long may not reach us: what it spooled is read instead
 ACTOR = "scheduler"
@@ -38,54 +34,16 @@ class _Spool:
     """Everything before it is stored."""
 
 
-class Reconciler:
-    """The loop, and one pass of it."""
+class Reconciler(Passes):
+    """The loop over the runs of this machine, and one pass of it."""
 
     def __init__(self, store: Store, backend: LocalBackend, *, max_parallel_runs: int, every_seconds: float) -> None:
+        super().__init__("reconciler", every_seconds=every_seconds)
         self._store = store
         self._backend = backend
         self._slots = max_parallel_runs
-        self._every = every_seconds
-        self._nudged = threading.Event()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="reconciler", daemon=True)
         self._spools: dict[str, _Spool] = {}
         """Per live run; lost at a restart, after which a spool is read from its beginning once more."""
-        self._passed_at: float | None = None
-
-    def start(self) -> None:
-        """Begin to pass over the runs."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after the pass that is under way. Runs go on."""
-        self._stopping.set()
-        self._nudged.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout=30)
-
-    def nudge(self) -> None:
-        """Pass at once: something was submitted or cancelled."""
-        self._nudged.set()
-
-    def age(self) -> float | None:
-        """Return the seconds since the last whole pass; None before the first."""
-        return None if self._passed_at is None else time.monotonic() - self._passed_at
-
-    def _loop(self) -> None:
-        told = ""
-        while not self._stopping.is_set():
-            try:
-                self.run_once()
-                told = ""
-            except UnavailableError as error:
-                if told != str(error):  # once, not at every pass until it is mended
-                    told = str(error)
-                    log.error("a pass over the runs failed: %s; the next one tries again", told)
-            except Exception:
-                log.exception("a pass over the runs failed; the next one tries again")
-            self._nudged.wait(self._every)
-            self._nudged.clear()
 
     def run_once(self) -> None:
         """Look at every run that is not final, and do the one thing each needs."""
@@ -105,11 +63,11 @@ class Reconciler:
                 self._apply(run, action, _UNSEEN, self._spec(run))
                 held += action.do is Do.START
             except Exception as error:
-                told.append((run, self._trouble(run, error)))
+                told.append((run, trouble_with(run.id, error)))
                 if run.state not in ACTIVE:  # it may have come as far as that before it went wrong
                     held += self._store.run(run.id).state in ACTIVE
         self._store.set_reasons([(run, reason) for run, reason in told if run.reason != reason])
-        self._passed_at = time.monotonic()
+        self.passed()
 
     def _look_after(self, run: Run) -> None:
         spec = self._spec(run)
@@ -122,12 +80,6 @@ class Reconciler:
             return JobSpec.model_validate(self._store.job(run.job_id).spec)
         except ValidationError:
             return None
-
-    def _trouble(self, run: Run, error: Exception) -> str:
-        if isinstance(error, TwinstepError):
-            return f"is tried again: {error}"[:2000]
-        log.exception("run %s could not be looked after", run.id)
-        return f"is tried again: {type(error).__name__}: {error}"[:2000]
 
     def _apply(self, run: Run, action: Action, sight: Sight, spec: JobSpec | None) -> None:
         match action.do:

@@ -46,6 +46,36 @@ class Workload(View):
     """Empty as long as it is not known that the cluster has it."""
 
 
+class PodTrouble(View):
+    """How a container of a run in a cluster ended, or what keeps it from starting."""
+
+    pod: str
+    slice: int | None = None
+    """Index of the pod's slice; null where it has none."""
+    host: int | None = None
+    """Index of the pod within its slice."""
+    container: str = ""
+    restart: int = 0
+    """Of the run's restarts, the one whose pod it was."""
+    exit_code: int | None = None
+    reason: str = ""
+    """The cluster's word: OOMKilled, Error, ImagePullBackOff, Evicted."""
+    message: str = ""
+    time: float | None = None
+    """When it ended, in Unix seconds."""
+
+
+class Diagnosis(View):
+    """What a cluster says of a run beyond its state; kept when the objects are gone."""
+
+    code: str = ""
+    """The cluster's word for why it is where it is: WaitingForQuota, Unschedulable, ReachedMaxRestarts."""
+    waits: str = ""
+    """What the queue or the scheduler says of a run that waits."""
+    pods: list[PodTrouble] = Field(default_factory=list)
+    """Pods that failed or cannot start, the one that failed first before the others it took along."""
+
+
 class _Standing(View):
     """What a run and its job share."""
 
@@ -95,6 +125,8 @@ class Run(_Standing):
     """The run that this one goes on from."""
     cluster: Workload | None = None
     """What it is in the cluster; null before anything was sent there."""
+    diagnosis: Diagnosis | None = None
+    """What the cluster says of it; null where it said nothing yet."""
     active_since: float | None = None
     """Since when it is started or runs; null while it waits, and once it has ended."""
     active_seconds: float = 0.0
