@@ -102,7 +102,7 @@ def up(
         port=DEFAULT_PORT if port is None else port,
         max_parallel_runs=max_parallel,
         cluster=_cluster(kubeconfig, context, in_cluster, namespaces, workers_url, crds),
-        worker_image=image,
+        worker_image=image or os.environ.get("TWINSTEP_WORKER_IMAGE") or None,
         host=host,
         public_url=public_url,
         allowed_hosts=tuple(allowed_hosts or ()),
@@ -129,13 +129,16 @@ def _cluster(
     """Return the cluster that the options name; None where they name none."""
     from twinstep.platform.settings import ClusterSettings
 
+    namespaces = namespaces or [name for name in os.environ.get("TWINSTEP_NAMESPACES", "").split(",") if name]
     if kubeconfig or context or in_cluster:
+        usual = os.environ.get("KUBECONFIG", "").split(os.pathsep)[0] or "~/.kube/config"
         return ClusterSettings(
-            kubeconfig=Path(kubeconfig) if kubeconfig else None,
+            kubeconfig=None if in_cluster and not kubeconfig else Path(kubeconfig or usual).expanduser(),
             context=context,
             in_cluster=in_cluster,
             namespaces=tuple(namespaces or ("default",)),
-            api_url=workers_url,
+            api_url=workers_url or os.environ.get("TWINSTEP_WORKERS_URL") or None,
+            lease_namespace=os.environ.get("POD_NAMESPACE") if in_cluster else None,
             crds=Path(crds) if crds else None,
         )
     if namespaces or workers_url or crds:

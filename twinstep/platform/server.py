@@ -25,7 +25,9 @@ from fastapi import FastAPI
 
 from twinstep.platform.api import create_app
 from twinstep.platform.dashboard import mount
+from twinstep.platform.scheduler.cluster.connect import Connection, connect
 from twinstep.platform.scheduler.local import LocalBackend
+from twinstep.platform.scheduler.passes import Passes
 from twinstep.platform.scheduler.reconcile import Reconciler
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.scheduler.supervise import write_json
@@ -48,11 +50,21 @@ class ControlPlane:
     reconciler: Reconciler
     service: Service
     app: FastAPI
+    cluster: Connection | None = None
+    """To the cluster that TPU and GPU jobs run in, where there is one."""
+
+    def start(self) -> None:
+        """Begin to look after runs."""
+        self.reconciler.start()
+        if self.cluster is not None:
+            self.cluster.start()
 
     def close(self) -> None:
-        """End the reconciler and close the store; runs go on."""
+        """End the reconcilers and close the store; runs go on."""
         self.service.closing.set()
         self.reconciler.stop()
+        if self.cluster is not None:
+            self.cluster.stop()
         self.backend.let_go()
         self.store.close()
 
@@ -71,11 +83,32 @@ def assemble(settings: Settings, *, pages: bool = True) -> ControlPlane:
         max_parallel_runs=settings.max_parallel_runs,
         every_seconds=settings.reconcile_seconds,
     )
-    service = Service(store, settings, nudge=reconciler.nudge, reconciler_age=reconciler.age)
+    try:
+        cluster = None if settings.cluster is None else connect(settings, settings.cluster, store)
+    except UnavailableError:
+        store.close()
+        raise
+    passes: list[Passes] = [reconciler, *([cluster.reconciler] if cluster is not None else [])]
+
+    def nudge() -> None:
+        for each in passes:
+            each.nudge()
+
+    def age() -> float | None:
+        ages = [each.age() for each in passes]
+        return None if None in ages else max(found for found in ages if found is not None)
+
+    service = Service(
+        store,
+        settings,
+        nudge=nudge,
+        reconciler_age=age,
+        cluster_health=lambda: None if cluster is None else cluster.health(),
+    )
     app = create_app(service)
     if pages:
         mount(app, service, settings)
-    return ControlPlane(settings, store, backend, reconciler, service, app)
+    return ControlPlane(settings, store, backend, reconciler, service, app, cluster)
 
 
 def serve(settings: Settings, *, on_ready: Callable[[str], None] = lambda url: None, pages: bool = True) -> None:
@@ -93,7 +126,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None] = lambda url: N
         plane = assemble(settings, pages=pages)
         stack.callback(plane.close)
         plane.service.accounts.prepare(settings)
-        plane.reconciler.start()
+        plane.start()
         server = _Server(plane, on_ready)
         with _ended_by_sigterm(server), contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listener])

@@ -48,7 +48,7 @@ class ClusterSettings:
     """The Kubernetes cluster that TPU and GPU jobs run in, and how this control plane gets there."""
 
     kubeconfig: Path | None = None
-    """File that says where it is; None: the one that KUBECONFIG names, or ~/.kube/config."""
+    """File that says where it is; None with `in_cluster` alone."""
     context: str | None = None
     """Which of the file's contexts; None: its current one."""
     in_cluster: bool = False
@@ -57,6 +57,8 @@ class ClusterSettings:
     """Namespaces that jobs may name; nothing is looked at elsewhere."""
     api_url: str | None = None
     """Where workers reach this control plane from their pods; None: they report nowhere."""
+    lease_namespace: str | None = None
+    """Where replicas that share a database hold the Lease by which one of them leads; None: the first namespace."""
     crds: Path | None = None
     """Directory of the cluster's custom resource definitions, to check objects against before they are sent."""
 
@@ -66,6 +68,8 @@ class ClusterSettings:
                 "a control plane inside its cluster has no kubeconfig and no context",
                 remedy="leave out --in-cluster, or the other two",
             )
+        if not self.in_cluster and self.kubeconfig is None:
+            raise UnavailableError("nothing says where the cluster is", remedy="give --kubeconfig or --in-cluster")
         if not self.namespaces:
             raise UnavailableError("no namespace is named: no job could run", remedy="--namespace default")
         if self.api_url is not None and urlsplit(self.api_url).scheme not in ("http", "https"):

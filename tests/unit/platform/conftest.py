@@ -170,7 +170,7 @@ def control_plane(settings: Settings) -> Iterator[Live]:
     """A whole control plane in this process, without pages; leaves no process behind."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         plane = assemble(replace(settings, port=listener.getsockname()[1]), pages=False)
-        plane.reconciler.start()
+        plane.start()
         server = uvicorn.Server(uvicorn.Config(plane.app, log_config=None, access_log=False))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

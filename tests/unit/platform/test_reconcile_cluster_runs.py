@@ -57,7 +57,9 @@ class Plane:
     def __init__(self, store: Store, cluster: StandInCluster, settings: Settings) -> None:
         self.store, self.cluster, self.clock = store, cluster, Clock()
         self.runs = ClusterRuns(store.database, changed=store.changes.bump)
-        self.service = Service(store, replace(settings, cluster=ClusterSettings(api_url="http://twinstep:8765")))
+        self.service = Service(
+            store, replace(settings, cluster=ClusterSettings(in_cluster=True, api_url="http://twinstep:8765"))
+        )
         self.reconciler = ClusterReconciler(
             self.runs,
             cluster,

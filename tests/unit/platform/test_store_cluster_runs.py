@@ -22,6 +22,7 @@ TPU = {
     "accelerator": {"kind": "tpu", "generation": "v5p", "topology": "2x2x1"},
     "kubernetes": {"image": "registry.example/worker@sha256:" + "a" * 64},
 }
+POD = {"in_cluster": True}
 OURS = Workload(kind="JobSet", namespace="default", name="tpu-12345")
 
 
@@ -132,7 +133,7 @@ def test_a_tpu_job_is_taken_where_there_is_a_cluster_and_what_it_would_refuse_is
 ) -> None:
     with pytest.raises(SpecError, match="no tpu to run on here"):
         Service(store, settings).submit_job(spec())
-    service = Service(store, replace(settings, cluster=ClusterSettings(namespaces=("default", "ml"))))
+    service = Service(store, replace(settings, cluster=ClusterSettings(in_cluster=True, namespaces=("default", "ml"))))
     bad = {
         "kubernetes.namespace": {**TPU["kubernetes"], "namespace": "other"},
         "kubernetes.image": {},
@@ -148,7 +149,7 @@ def test_a_tpu_job_is_taken_where_there_is_a_cluster_and_what_it_would_refuse_is
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"in_cluster": True, "context": "c"}, {"namespaces": ()}, {"api_url": "twinstep:8765"}],
+    [{}, {"in_cluster": True, "context": "c"}, {**POD, "namespaces": ()}, {**POD, "api_url": "twinstep:8765"}],
 )
 def test_cluster_settings_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UnavailableError):

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twinstep import __version__
-from twinstep.platform.scheduler.service import Service
+from twinstep.platform.scheduler.service import Readiness, Service
 from twinstep.spec.states import RunState
 
 router = APIRouter(tags=["health"])
@@ -69,6 +69,7 @@ class _Runs(Collector):
         readiness = self._service.readiness()
         ready = GaugeMetricFamily("twinstep_ready", "1 while runs are looked after.", value=float(readiness.ready))
         yield ready
+        yield from _cluster(readiness)
         if readiness.reconciler_age_seconds is not None:
             yield GaugeMetricFamily(
                 "twinstep_reconciler_age_seconds",
@@ -98,6 +99,21 @@ class _Runs(Collector):
             if run.heartbeat_at is not None:
                 silence.add_metric((run.job_id, run.id), max(0.0, now - run.heartbeat_at))
         yield from (*families.values(), silence)
+
+
+def _cluster(readiness: Readiness) -> Iterator[Metric]:
+    cluster = readiness.cluster
+    if cluster is None:
+        return
+    yield GaugeMetricFamily(
+        "twinstep_cluster_leads", "1 while this replica looks after the cluster's runs.", value=float(cluster.leads)
+    )
+    if cluster.watch_age_seconds is not None:
+        yield GaugeMetricFamily(
+            "twinstep_cluster_watch_age_seconds",
+            "Since the API server was last heard of, by the stalest watch.",
+            value=cluster.watch_age_seconds,
+        )
 
 
 class RequestTimer:

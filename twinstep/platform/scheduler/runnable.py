@@ -8,7 +8,7 @@ from pathlib import Path
 from twinstep.platform.scheduler.render.render import RenderedRun, render
 from twinstep.platform.scheduler.validate.check import check
 from twinstep.platform.scheduler.validate.schemas import CustomResources
-from twinstep.platform.settings import ClusterSettings, Settings
+from twinstep.platform.settings import Settings
 from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import JobSpec
 
@@ -20,6 +20,18 @@ def check_runnable(spec: JobSpec, settings: Settings) -> None:
         SpecError: there is no cluster for it, or the cluster would refuse what it renders to.
     """
     kind, cluster = spec.accelerator.kind, settings.cluster
+    if kind == "cpu" and cluster is not None and cluster.in_cluster:
+        raise _refused(
+            "no machine of its own to run on",
+            Fault(
+                field="accelerator.kind",
+                problem="cannot run on this control plane, which is a pod without processors to spare",
+                given="'cpu'",
+                allowed="tpu, gpu",
+                remedy="kind: tpu, or gpu",
+            ),
+            "run it on your own machine: twinstep up, or twinstep train",
+        )
     if kind == "cpu":
         return
     if cluster is None:
@@ -55,9 +67,9 @@ def planned(spec: JobSpec, settings: Settings) -> RenderedRun:
     Raises:
         SpecError: it is no cluster's, or the cluster would refuse what it renders to.
     """
-    cluster = settings.cluster or ClusterSettings()
-    found = render(spec, default_image=settings.worker_image, api_url=cluster.api_url)
-    check(found.objects, None if cluster.crds is None else _resources(cluster.crds))
+    cluster = settings.cluster
+    found = render(spec, default_image=settings.worker_image, api_url=None if cluster is None else cluster.api_url)
+    check(found.objects, None if cluster is None or cluster.crds is None else _resources(cluster.crds))
     return found
 
 

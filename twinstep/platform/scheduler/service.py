@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from twinstep.platform.scheduler.accounts import Accounts
+from twinstep.platform.scheduler.cluster.connect import ClusterHealth
 from twinstep.platform.scheduler.explain import Explanation, explain
 from twinstep.platform.scheduler.render.render import RenderedRun
 from twinstep.platform.scheduler.rundir import LogPart, RunDir, hash_token
@@ -49,6 +50,9 @@ class Readiness(View):
     ready: bool
     reconciler_age_seconds: float | None
     """Since the last whole pass over the runs; null before the first."""
+    cluster: ClusterHealth | None = None
+    """How it stands with the cluster; null where it has none. Its staleness is told, and makes nothing unready:
+    workers go on reporting."""
     detail: str
     """What is wrong, or that nothing is."""
 
@@ -63,8 +67,9 @@ class Service:
         *,
         nudge: Callable[[], None] = lambda: None,
         reconciler_age: Callable[[], float | None] = lambda: None,
+        cluster_health: Callable[[], ClusterHealth | None] = lambda: None,
     ) -> None:
-        """`nudge` makes the reconciler look at once; `reconciler_age` tells when it last did."""
+        """`nudge` makes the reconcilers look at once; `reconciler_age` tells when the slower one last did."""
         self.settings = settings
         self.closing = threading.Event()
         """Set when the control plane is about to end: streams end first."""
@@ -73,6 +78,7 @@ class Service:
         self._store = store
         self._nudge = nudge
         self._age = reconciler_age
+        self._cluster_health = cluster_health
 
     # ---- jobs ----
 
@@ -279,14 +285,17 @@ class Service:
     def readiness(self) -> Readiness:
         """Say whether the database answers and the reconciler passes."""
         self._store.jobs(limit=1)
-        age = self._age()
+        age, cluster = self._age(), self._cluster_health()
         if age is None:
             detail = "the reconciler has not passed yet"
         elif age > READY_AGE_S:
             detail = f"the reconciler has not passed for {age:.0f} s; look into the control plane's log"
         else:
-            return Readiness(ready=True, reconciler_age_seconds=age, detail="runs are looked after")
-        return Readiness(ready=False, reconciler_age_seconds=age, detail=detail)
+            detail = "runs are looked after"
+            if cluster is not None and (cluster.watch_age_seconds or READY_AGE_S) >= READY_AGE_S:
+                detail = "the cluster is not heard of: " + ("; ".join(cluster.troubles) or "nothing came yet")
+            return Readiness(ready=True, reconciler_age_seconds=age, cluster=cluster, detail=detail)
+        return Readiness(ready=False, reconciler_age_seconds=age, cluster=cluster, detail=detail)
 
 
 def _within(limit: int, most: int) -> int:

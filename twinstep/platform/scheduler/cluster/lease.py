@@ -70,7 +70,7 @@ class Elector:
         self._namespace, self._name = namespace, name
         self._times = times or LeaseTimes()
         self._clock = clock
-        self._on_change = on_change
+        self.on_change = on_change
         self._until = float("-inf")
         """This one leads up to then."""
         self._seen: tuple[Any, ...] | None = None
@@ -118,7 +118,7 @@ class Elector:
         if self.leads != self._led:
             self._led = self.leads
             log.info("%s %s the lease %s", self.identity, "holds" if self._led else "does not hold", self._name)
-            self._on_change()
+            self.on_change()
 
     def step(self) -> None:
         """Look at the Lease once; renew it or take it over where that is due.
