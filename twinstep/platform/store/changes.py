@@ -73,7 +73,7 @@ class _Wire(threading.Thread):
     """The connection over which control planes tell each other; one thread sends and hears."""
 
     def __init__(self, url: URL, *, heard: Any, missed: Any) -> None:
-        super().__init__(name="changes", daemon=True)
+        super().__init__(daemon=True)
         self._where = url.set(drivername="postgresql").render_as_string(hide_password=False)
         self._heard = heard
         self._missed = missed
