@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from twinstep.cli import cluster, explain, here, jobs, parity, up
+from twinstep.cli import cluster, explain, here, jobs, parity, up, webhooks
 from twinstep.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_code, report_error
 from twinstep.spec.errors import TwinstepError
 
@@ -63,6 +63,7 @@ jobs.register(app)
 cluster.register(app)
 parity.register(app)
 explain.register(app)
+webhooks.register(app)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -99,6 +99,10 @@ class PlaneClient:
         """Return what POST `path` answers, as JSON."""
         return self._ask("POST", path, json=body)
 
+    def delete(self, path: str) -> None:
+        """Ask with DELETE `path`; nothing is answered."""
+        self._ask("DELETE", path)
+
     def submit(self, spec: Any) -> dict[str, Any]:
         """Submit a job; where the answer is lost on its way, ask again: the key lets no second job come of it."""
         key, job = {"Idempotency-Key": str(uuid.uuid4())}, None
@@ -185,6 +189,8 @@ class PlaneClient:
             raise self._unreachable(error) from error
         if not response.is_success:
             raise problem(response)
+        if response.status_code == 204:
+            return None
         try:
             return response.json()
         except ValueError:

@@ -109,6 +109,7 @@ def up(
         no_login=no_login,
         open_metrics=open_metrics,
         bootstrap_token_file=Path(file) if (file := os.environ.get("TWINSTEP_BOOTSTRAP_TOKEN_FILE")) else None,
+        webhook_hosts=tuple((os.environ.get("TWINSTEP_WEBHOOK_HOSTS") or "").replace(",", " ").split()),
     )
 
     def ready(url: str) -> None:

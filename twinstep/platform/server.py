@@ -31,7 +31,9 @@ from twinstep.platform.scheduler.passes import Passes
 from twinstep.platform.scheduler.reconcile import Reconciler
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.scheduler.supervise import write_json
+from twinstep.platform.scheduler.webhooks import Messenger, Target
 from twinstep.platform.settings import Settings
+from twinstep.platform.store.outbox import Outbox
 from twinstep.platform.store.store import Store
 from twinstep.spec.errors import UnavailableError
 
@@ -49,19 +51,22 @@ class ControlPlane:
     backend: LocalBackend
     reconciler: Reconciler
     service: Service
+    messenger: Messenger
     app: FastAPI
     cluster: Connection | None = None
     """To the cluster that TPU and GPU jobs run in, where there is one."""
 
     def start(self) -> None:
-        """Begin to look after runs."""
+        """Begin to look after runs, and to tell webhooks of them."""
         self.reconciler.start()
         if self.cluster is not None:
             self.cluster.start()
+        self.messenger.start()
 
     def close(self) -> None:
-        """End the reconcilers and close the store; runs go on."""
+        """End what was started and close the store; runs go on."""
         self.service.closing.set()
+        self.messenger.stop()
         self.reconciler.stop()
         if self.cluster is not None:
             self.cluster.stop()
@@ -108,7 +113,8 @@ def assemble(settings: Settings, *, pages: bool = True) -> ControlPlane:
     app = create_app(service)
     if pages:
         mount(app, service, settings)
-    return ControlPlane(settings, store, backend, reconciler, service, app, cluster)
+    messenger = Messenger(Outbox(store.database), Target(settings))
+    return ControlPlane(settings, store, backend, reconciler, service, messenger, app, cluster)
 
 
 def serve(settings: Settings, *, on_ready: Callable[[str], None] = lambda url: None, pages: bool = True) -> None:

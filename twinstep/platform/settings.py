@@ -113,6 +113,8 @@ class Settings:
     """Seconds between two looks of a live stream."""
     cluster: ClusterSettings | None = None
     """Where TPU and GPU jobs run; None: nowhere, they are refused."""
+    webhook_hosts: tuple[str, ...] = ()
+    """Hosts that webhooks may name though they are not public, or not by https: an alert manager in the cluster."""
     worker_image: str | None = None
     """Container image of workers in a cluster, where a spec names none."""
     worker_command: tuple[str, ...] = field(default_factory=_worker_command)

@@ -32,7 +32,7 @@ class Permission(StrEnum):
     MANAGE = "manage"
     """Say who is a member of a project."""
     ADMINISTER = "administer"
-    """Tokens, projects and the audit log: for admins of all projects."""
+    """Tokens, projects, webhooks and the audit log: for admins of all projects."""
 
 
 class Role(StrEnum):

@@ -232,6 +232,8 @@ def test_openapi_names_every_path_with_its_problems_and_every_reference_resolves
         "/v1/jobs",
         "/v1/jobs:plan",
         "/v1/topologies",
+        "/v1/webhooks",
+        "/v1/webhooks/{webhook_id}",
         "/v1/jobs/{job_id}",
         "/v1/jobs/{job_id}/cancel",
         "/v1/jobs/{job_id}/runs",

@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.routing import Match
 
 from twinstep import __version__
-from twinstep.platform.api import jobs, observe, sessions, stream, users, workers
+from twinstep.platform.api import jobs, observe, sessions, stream, users, webhooks, workers
 from twinstep.platform.api.access import ROUTES, RouteAccess, authorize, check_table
 from twinstep.platform.api.gate import COOKIE, Audited, LoginGate
 from twinstep.platform.api.guard import OriginGuard
@@ -25,7 +25,7 @@ from twinstep.spec.report import ReportBatch
 
 _REF = "#/components/schemas/{model}"
 health = APIRouter(tags=["health"])
-_API = (jobs.router, stream.router, workers.router, sessions.router, users.router)
+_API = (jobs.router, stream.router, workers.router, sessions.router, users.router, webhooks.router)
 _SCHEMES = {
     "token": {"type": "http", "scheme": "bearer", "description": "A user's token: twinstep token create."},
     "session": {"type": "apiKey", "in": "cookie", "name": COOKIE, "description": "What POST /v1/session sets."},
@@ -110,7 +110,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for model in (JobSpec, ReportBatch, Problem, FaultModel, Login, *users.BODIES):
+        for model in (JobSpec, ReportBatch, Problem, FaultModel, Login, webhooks.NewWebhook, *users.BODIES):
             schema = model.model_json_schema(ref_template=_REF)
             schemas.update(schema.pop("$defs", {}))
             schemas[model.__name__] = schema

@@ -16,7 +16,9 @@ from twinstep.platform.scheduler.explain import Explanation, explain
 from twinstep.platform.scheduler.render.render import RenderedRun
 from twinstep.platform.scheduler.rundir import LogPart, RunDir, hash_token
 from twinstep.platform.scheduler.runnable import check_runnable, planned
+from twinstep.platform.scheduler.webhooks import Target, Webhooks
 from twinstep.platform.settings import Settings
+from twinstep.platform.store.outbox import Outbox
 from twinstep.platform.store.records import (
     EventPage,
     Job,
@@ -75,6 +77,7 @@ class Service:
         """Set when the control plane is about to end: streams end first."""
         self.accounts = Accounts(store.database, settings)
         """Who may ask what; the methods here leave that to their callers."""
+        self.webhooks = Webhooks(Outbox(store.database), Target(settings))
         self._store = store
         self._nudge = nudge
         self._age = reconciler_age

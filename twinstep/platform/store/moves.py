@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, insert, select, update
 
 from twinstep.platform.store.audit import write_entry
+from twinstep.platform.store.outbox import put_in_outbox
 from twinstep.platform.store.tables import EventRow, RunRow
 from twinstep.spec.errors import NotFoundError
 from twinstep.spec.states import ACTIVE, FINAL, RunState, check_move
@@ -107,6 +108,8 @@ def write_move(
 
 
 def add_event(connection: Connection, **values: Any) -> None:
-    """Write one event; where a user's request is under way, its entry in the audit log too."""
-    connection.execute(insert(EventRow).values(**values))
+    """Write one event, for each webhook that is to be told of it a place in the outbox, and where a user's request is
+    under way its entry in the audit log."""
+    event_id: int = connection.execute(insert(EventRow).values(**values).returning(EventRow.id)).scalar_one()
+    put_in_outbox(connection, event_id, job_id=values["job_id"], name=values["name"], data=values["data"])
     write_entry(connection, target=values["job_id"])

@@ -109,6 +109,42 @@ class EventRow(Base):
     data: Mapped[dict[str, Any]] = mapped_column(_JSON)
 
 
+class WebhookRow(Base):
+    """Somebody who is told of what happens."""
+
+    __tablename__ = "webhooks"
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    url: Mapped[str] = mapped_column(Text)
+    types: Mapped[str] = mapped_column(Text)
+    """Between commas, also at both ends; empty: of everything."""
+    secret: Mapped[str] = mapped_column(String(80))
+    created_at: Mapped[float]
+    due_at: Mapped[float]
+    """Nothing is sent before, after a failure."""
+    failures: Mapped[int]
+    """One after another, up to now."""
+    failing_since: Mapped[float | None]
+    last_error: Mapped[str | None] = mapped_column(Text)
+    delivered_at: Mapped[float | None]
+    disabled_at: Mapped[float | None]
+    disabled_reason: Mapped[str | None] = mapped_column(Text)
+
+
+class OutboxRow(Base):
+    """An event that a webhook is yet to be told of; gone once it was."""
+
+    __tablename__ = "webhook_outbox"
+    __table_args__ = (Index(None, "webhook_id", "job_id", "id"), {"sqlite_autoincrement": True})
+    id: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
+    webhook_id: Mapped[str] = mapped_column(ForeignKey("webhooks.id", ondelete="CASCADE"))
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
+    event_id: Mapped[int] = mapped_column(_COUNTER, ForeignKey("events.id", ondelete="CASCADE"))
+    attempts: Mapped[int]
+    first_tried_at: Mapped[float | None]
+    due_at: Mapped[float]
+    """Nobody tries before: another does, or it failed a moment ago."""
+
+
 class MetricRow(Base):
     """One number of one step of a run; `id` is the cursor readers go by."""
 
