@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 
 from twinstep.cli.output import RemoteError, UnreachableError
+from twinstep.spec.address import web_address
 from twinstep.spec.errors import (
     AuthError,
     ConflictError,
@@ -54,12 +55,7 @@ def find_url(given: str | None, environ: Mapping[str, str]) -> str:
         UnavailableError: what was given is no HTTP address.
     """
     url = given or environ.get("TWINSTEP_URL") or _written_url(environ) or DEFAULT_URL
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, a bracket that does not close
-        usable = False
-    if not usable:
+    if web_address(url) is None:
         raise UnavailableError(
             f"{url!r} is not the address of a control plane", remedy=f"give one of the form {DEFAULT_URL}"
         )

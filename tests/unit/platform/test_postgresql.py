@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import text
 
 from bench.postgres import Server, postgres, programs
+from twinstep.cli.app import run
 from twinstep.platform.settings import Settings
 from twinstep.platform.store import troubles
 from twinstep.platform.store.database import Database, parse_url, shown
@@ -258,3 +259,13 @@ def test_every_postgresql_that_is_installed_here_will_do(tmp_path: Path, monkeyp
         assert store.job(store.create_job(SPEC).id).name == "a-job"
         home = server.sockets
     assert not home.exists()
+
+
+def test_the_command_that_migrates_makes_the_tables_and_says_where_without_the_password(
+    server: Server, capsys: Any
+) -> None:
+    url = empty_database(server, "migrated_apart")
+    assert run(["migrate", "--database-url", url]) == 0
+    assert "up to date" in capsys.readouterr().out
+    with psycopg.connect(url) as connection:
+        assert connection.execute("SELECT count(*) FROM jobs").fetchone() == (0,)

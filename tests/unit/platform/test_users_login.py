@@ -48,7 +48,8 @@ def test_an_app_with_a_route_nobody_may_use_is_not_made(monkeypatch) -> None:
 def test_from_the_first_token_on_every_route_asks_for_one(live, admin) -> None:
     for (method, path), access in ROUTES.items():
         answer = live.http.request(
-            method, path.format(job_id="job-0", run_id="run-0", project="p", token_id="t", user="u")
+            method,
+            path.format(job_id="job-0", run_id="run-0", project="p", token_id="t", user="u", webhook_id="hook-0"),
         )
         if path in ("/healthz", "/readyz"):
             assert answer.status_code == 200

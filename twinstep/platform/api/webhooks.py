@@ -6,25 +6,25 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
 from twinstep.platform.api.guard import JSON_TYPE, load_json, no_body, read_body, require_type
 from twinstep.platform.api.jobs import Asked
 from twinstep.platform.api.problems import from_validation, responses
 from twinstep.platform.store.outbox import Webhook
 from twinstep.platform.store.records import View
+from twinstep.spec.base import Spec
 from twinstep.spec.parse import MAX_SPEC_BYTES
 
 router = APIRouter(prefix="/v1", tags=["webhooks"])
 
 
-class NewWebhook(BaseModel):
+class NewWebhook(Spec):
     """Whom to tell, and of what."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
     url: str
     """Where messages are posted: https, at a public address."""
-    types: list[str] = []
+    types: list[str] = Field(default_factory=list)
     """Types of event: `run.failed`, `run.succeeded`, `job.submitted`, …; none: all."""
 
 

@@ -30,7 +30,8 @@ from urllib.parse import SplitResult, urlsplit
 import httpx
 
 from twinstep.platform.settings import Settings, is_loopback
-from twinstep.platform.store.outbox import MAX_PAUSE_S, TYPES, Message, Outbox, Webhook
+from twinstep.platform.store.outbox import MAX_PAUSE_S, TYPES, Notice, Outbox, Webhook
+from twinstep.spec.address import web_address
 from twinstep.spec.errors import Fault, SpecError, TwinstepError, UnavailableError
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def sign(secret: str, message_id: str, timestamp: int, body: bytes) -> str:
     return "v1," + base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
 
 
-def body_of(message: Message) -> bytes:
+def body_of(message: Notice) -> bytes:
     """Return what is posted: the same bytes at each try."""
     told = {
         "type": message.type,
@@ -115,12 +116,8 @@ class Target:
 
     @staticmethod
     def _parts(url: str) -> SplitResult:
-        try:
-            parts = urlsplit(url)
-            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            usable = False
-        if not usable or len(url) > MAX_URL or not url.isprintable() or not url.isascii() or " " in url:
+        parts = web_address(url)
+        if parts is None or len(url) > MAX_URL or not url.isprintable() or not url.isascii() or " " in url:
             raise _refused(url, "is not the address of a web server", f"https://…, {MAX_URL} characters at most")
         if parts.username is not None or parts.fragment:
             raise _refused(url, "has a user name or a fragment", "a URL without them")
@@ -244,7 +241,7 @@ class Messenger:
         list(pool.map(self.deliver, messages))
         return bool(messages)
 
-    def deliver(self, message: Message) -> None:
+    def deliver(self, message: Notice) -> None:
         """Post one message and note what became of it."""
         problem, gone = self._post(message)
         if not problem:
@@ -269,7 +266,7 @@ class Messenger:
                 drop=tired and now - message.first_tried_at > GIVE_UP_S,
             )
 
-    def _post(self, message: Message) -> tuple[str, bool]:
+    def _post(self, message: Notice) -> tuple[str, bool]:
         """Return what went wrong, empty where nothing did, and whether the receiver wants no more."""
         body, timestamp = body_of(message), int(time.time())
         message_id = f"{message.job_id}.{message.event_id}"

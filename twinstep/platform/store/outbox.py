@@ -14,6 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, func, insert, literal, or_, select, update
 from sqlalchemy.orm import aliased
 
+from twinstep.platform.store.audit import write_entry
 from twinstep.platform.store.database import Database
 from twinstep.platform.store.ids import new_id
 from twinstep.platform.store.records import View
@@ -57,7 +58,7 @@ class Webhook(View):
     disabled_reason: str | None = None
 
 
-class Message(View):
+class Notice(View):
     """One event for one webhook, claimed by this process for `CLAIM_S`."""
 
     place: int
@@ -122,6 +123,7 @@ class Outbox:
                     id=hook_id, url=url, types=text, secret=secret, created_at=time.time(), due_at=0.0, failures=0
                 )
             )
+            write_entry(connection, target=hook_id)
         return self.get(hook_id)
 
     def all(self) -> list[Webhook]:
@@ -153,9 +155,10 @@ class Outbox:
         with self._database.write() as connection:
             if not connection.execute(delete(WebhookRow).where(WebhookRow.id == hook_id)).rowcount:
                 raise _no_such(hook_id)
+            write_entry(connection, target=hook_id)
 
     @again
-    def claim(self, *, limit: int) -> list[Message]:
+    def claim(self, *, limit: int) -> list[Notice]:
         """Take messages that are due: of each job the oldest, and of a webhook that fails one.
 
         What is taken is nobody else's for `CLAIM_S`; what is then neither delivered nor put off is due again.
@@ -197,7 +200,7 @@ class Outbox:
                     probed.add(row.webhook_id)
             return self._messages(connection, taken)
 
-    def _messages(self, connection: Connection, places: Sequence[int]) -> list[Message]:
+    def _messages(self, connection: Connection, places: Sequence[int]) -> list[Notice]:
         query = (
             select(
                 OutboxRow.id.label("place"), OutboxRow.attempts, OutboxRow.first_tried_at,
@@ -214,10 +217,10 @@ class Outbox:
             .order_by(OutboxRow.id)
         )  # fmt: skip
         rows = [row._asdict() for row in connection.execute(query)]
-        return [Message.model_validate(row | {"type": type_of(row["name"], row["data"])}) for row in rows]
+        return [Notice.model_validate(row | {"type": type_of(row["name"], row["data"])}) for row in rows]
 
     @again
-    def delivered(self, message: Message) -> None:
+    def delivered(self, message: Notice) -> None:
         """Forget a message that was taken; its webhook is well."""
         with self._database.write() as connection:
             connection.execute(delete(OutboxRow).where(OutboxRow.id == message.place))
@@ -228,7 +231,7 @@ class Outbox:
             )
 
     @again
-    def put_off(self, message: Message, problem: str, *, pause_s: float, webhook_pause_s: float, drop: bool) -> None:
+    def put_off(self, message: Notice, problem: str, *, pause_s: float, webhook_pause_s: float, drop: bool) -> None:
         """Note that a message was not taken, and try later; with `drop` never again.
 
         Args:
@@ -253,7 +256,7 @@ class Outbox:
             )
 
     @again
-    def disable(self, message: Message, reason: str) -> None:
+    def disable(self, message: Notice, reason: str) -> None:
         """Send a message's webhook nothing any more, and forget what it was yet to be told.
 
         One that has taken another message since this one was claimed goes on.
