@@ -94,9 +94,11 @@ def up(
 
     Ctrl-C ends it; runs go on.
     """
+    from twinstep.platform import logs
     from twinstep.platform.server import serve
     from twinstep.platform.settings import DEFAULT_PORT, Settings, default_data_dir
 
+    logs.set_up(os.environ, in_cluster=in_cluster)
     settings = Settings(
         data_dir=Path(data_dir) if data_dir else default_data_dir(os.environ),
         database_url=database_url or os.environ.get("TWINSTEP_DATABASE_URL") or None,

@@ -13,6 +13,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 from starlette.routing import compile_path
 
+from twinstep.platform import logs
 from twinstep.platform.scheduler.accounts import Principal
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.entry import current_entry
@@ -113,6 +114,7 @@ async def authorize(request: Request) -> None:
     access = ROUTES[request.method, request.scope["route"].path]
     entry = current_entry()
     params = request.path_params
+    logs.note(**{name: str(value)[:64] for name, value in params.items() if name in logs.FACTS})
     if entry is not None:
         entry.action = access.action or entry.action
         entry.target = next(iter(params.values()), entry.target)

@@ -18,6 +18,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from twinstep.platform import logs
 from twinstep.platform.api.access import is_public
 from twinstep.platform.api.limits import Failures
 from twinstep.platform.api.problems import LimitError, OriginError, problem_response
@@ -52,6 +53,7 @@ class Audited:
             actor=NOBODY.user, action="", target=scope["path"], request_id=secrets.token_hex(8), address=_address(scope)
         )
         scope.setdefault("state", {})["request_id"] = entry.request_id
+        logs.note(request_id=entry.request_id)
         service: Service = scope["app"].state.service
 
         async def send_noted(message: Message) -> None:

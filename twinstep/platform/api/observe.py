@@ -6,6 +6,7 @@ says the same.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
 
@@ -16,11 +17,15 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twinstep import __version__
+from twinstep.platform import logs
 from twinstep.platform.scheduler.service import Readiness, Service
 from twinstep.spec.states import RunState
 
 router = APIRouter(tags=["health"])
 
+access = logging.getLogger("twinstep.access")
+QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
+"""Routes that machines ask every few seconds."""
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the histogram of request durations, in seconds."""
 
@@ -117,7 +122,7 @@ def _cluster(readiness: Readiness) -> Iterator[Metric]:
 
 
 class RequestTimer:
-    """ASGI middleware: the duration of each request by method, route and status."""
+    """ASGI middleware: the duration of each request by method, route and status, counted and logged."""
 
     def __init__(self, app: ASGIApp, observed: Observed) -> None:
         self.app = app
@@ -137,14 +142,21 @@ class RequestTimer:
                 streams = (b"content-type", b"text/event-stream; charset=utf-8") in message["headers"]
             await send(message)
 
-        try:
-            await self.app(scope, receive, note)
-        finally:
-            if not streams:
-                # The route's pattern, never the path: ids would make a series each.
+        with logs.about():
+            try:
+                await self.app(scope, receive, note)
+            finally:
+                took = time.perf_counter() - started
+                # The route's pattern, never the path: ids would make a series each, and a path may hold anything.
                 route = getattr(scope.get("route"), "path", "other")
-                labels = (scope["method"] if route != "other" else "any", route, str(status))
-                self._observed.requests.labels(*labels).observe(time.perf_counter() - started)
+                method = scope["method"] if route != "other" else "any"
+                if not streams:
+                    self._observed.requests.labels(method, route, str(status)).observe(took)
+                access.log(
+                    logging.DEBUG if route in QUIET else logging.INFO,
+                    "%s %s %s %.1f ms", method, route, status, 1000 * took,
+                    extra={"method": method, "route": route, "status": status, "ms": round(1000 * took, 1)},
+                )  # fmt: skip
 
 
 @router.get("/metrics", summary="What Prometheus asks for", response_class=Response)

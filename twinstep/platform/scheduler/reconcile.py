@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
+from twinstep.platform.logs import about
 from twinstep.platform.scheduler.decide import Action, Do, Seen, Sight, Wanted, decide
 from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.scheduler.passes import Passes, trouble_with
@@ -51,21 +52,22 @@ class Reconciler(Passes):
         held = sum(run.state in ACTIVE for run in runs)
         ahead, told = held, []
         for run in runs:
-            try:
-                if run.state in ACTIVE:
-                    self._look_after(run)
-                    continue
-                action = decide(_wanted(run, slot_free=held < self._slots, ahead=ahead), _UNSEEN)
-                ahead += 1
-                if action.do is Do.EXPLAIN:
-                    told.append((run, action.reason))
-                    continue
-                self._apply(run, action, _UNSEEN, self._spec(run))
-                held += action.do is Do.START
-            except Exception as error:
-                told.append((run, trouble_with(run.id, error)))
-                if run.state not in ACTIVE:  # it may have come as far as that before it went wrong
-                    held += self._store.run(run.id).state in ACTIVE
+            with about(run_id=run.id, job_id=run.job_id):
+                try:
+                    if run.state in ACTIVE:
+                        self._look_after(run)
+                        continue
+                    action = decide(_wanted(run, slot_free=held < self._slots, ahead=ahead), _UNSEEN)
+                    ahead += 1
+                    if action.do is Do.EXPLAIN:
+                        told.append((run, action.reason))
+                        continue
+                    self._apply(run, action, _UNSEEN, self._spec(run))
+                    held += action.do is Do.START
+                except Exception as error:
+                    told.append((run, trouble_with(run.id, error)))
+                    if run.state not in ACTIVE:  # it may have come as far as that before it went wrong
+                        held += self._store.run(run.id).state in ACTIVE
         self._store.set_reasons([(run, reason) for run, reason in told if run.reason != reason])
         self.passed()
 

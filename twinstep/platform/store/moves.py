@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
 from twinstep.platform.store.audit import write_entry
-from twinstep.platform.store.outbox import put_in_outbox
+from twinstep.platform.store.outbox import put_in_outbox, type_of
 from twinstep.platform.store.tables import EventRow, RunRow
 from twinstep.spec.errors import NotFoundError
 from twinstep.spec.states import ACTIVE, FINAL, RunState, check_move
+
+log = logging.getLogger(__name__)
 
 
 def guarded_move(
@@ -113,3 +116,5 @@ def add_event(connection: Connection, **values: Any) -> None:
     event_id: int = connection.execute(insert(EventRow).values(**values).returning(EventRow.id)).scalar_one()
     put_in_outbox(connection, event_id, job_id=values["job_id"], name=values["name"], data=values["data"])
     write_entry(connection, target=values["job_id"])
+    ids = {"job_id": values["job_id"], "run_id": values["run_id"]}
+    log.info("%s: %s", type_of(values["name"], values["data"]), values["reason"], extra=ids)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from twinstep.platform.logs import about
 from twinstep.platform.scheduler.cluster.decide import (
     ClusterAction,
     ClusterDo,
@@ -119,10 +120,11 @@ class ClusterReconciler(Passes):
         self.passed()
 
     def _guarded(self, run: ClusterRun, now: _Pass) -> Remark | None:
-        try:
-            return self._look_after(run, now)
-        except Exception as error:
-            return _remark(run, trouble_with(run.id, error), run.restarts, run.diagnosis)
+        with about(run_id=run.id, job_id=run.job_id):
+            try:
+                return self._look_after(run, now)
+            except Exception as error:
+                return _remark(run, trouble_with(run.id, error), run.restarts, run.diagnosis)
 
     def _look_after(self, run: ClusterRun, now: _Pass) -> Remark | None:
         wanted = self._wanted(run, now)
