@@ -192,11 +192,11 @@ class Charts:
     page: Page
 
     def points(self, chart: int, line: int = 0) -> list[list[float]]:
-        """Return the points that ECharts itself holds."""
+        """Return the points that ECharts itself holds; a line has two more series for its band."""
         return self.page.evaluate(  # type: ignore[no-any-return]
             """([chart, line]) => {
                 const element = document.querySelectorAll('.tw-chart')[chart];
-                return getElement(Number(element.id.slice(1))).chart.getOption().series[line].data;
+                return getElement(Number(element.id.slice(1))).chart.getOption().series[3 * line].data;
             }""",
             [chart, line],
         )

@@ -7,35 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from twinstep.platform.dashboard.reader import LOG_TAIL_BYTES, POINTS_PER_READ, READS_PER_REFRESH, Reader
-from twinstep.platform.dashboard.series import MAX_POINTS
+from twinstep.platform.dashboard.reader import LINE_POINTS, LOG_TAIL_BYTES, Counts, Reader
+from twinstep.platform.scheduler.accounts import Principal
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.settings import Settings
-from twinstep.platform.store.records import MetricPage
 from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.platform.store.store import Store
-from twinstep.spec.errors import NotFoundError
+from twinstep.spec.errors import AuthError, ForbiddenError, NotFoundError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import parse_spec
 from twinstep.spec.report import EventRecord, MetricRecord, ProgressRecord, Record
-
-
-class CountingService(Service):
-    """The service, which counts the points it hands out."""
-
-    points = 0
-
-    def list_metrics(self, job_id: str, **options: object) -> MetricPage:  # type: ignore[override]
-        page = super().list_metrics(job_id, **options)  # type: ignore[arg-type]
-        self.points += len(page.items)
-        return page
+from twinstep.spec.roles import Role
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[CountingService]:
+def service(tmp_path: Path) -> Iterator[Service]:
     settings = Settings(data_dir=tmp_path)
     store = Store(settings.database)
-    yield CountingService(store, settings)
+    yield Service(store, settings)
     store.close()
 
 
@@ -49,26 +38,83 @@ def report(service: Service, run_id: str, first: int, count: int) -> None:
         service._store.ingest(run_id, records)
 
 
-def test_a_refresh_reads_only_new_points_however_long_the_run(service: CountingService) -> None:
+def test_a_line_has_few_points_however_long_the_run_and_goes_on_to_the_newest(service: Service) -> None:
     reader, job = Reader(service), service.submit_job(JobSpec(name="long"))
     report(service, job.run_id, 1, 12_000)
-    lines = reader.lines(job.id, job.run_id)
-    assert service.points == READS_PER_REFRESH * POINTS_PER_READ  # so many in one go; the rest with the next refresh
-    lines = reader.lines(job.id, job.run_id)
-    assert lines.points["loss"][-1][0] == 12_000
-    assert all(0 < len(lines.points[line]) <= MAX_POINTS for line in ("loss", "auc"))
-    assert set(lines.points) == {"loss", "auc", "ne", "examples_per_s"}
-    service.points = 0
-    again = reader.lines(job.id, job.run_id)
-    assert (service.points, again.version) == (0, lines.version)
+    lines = reader.series(job.id, ["loss", "eval/auc", "none"])
+    assert set(lines) == {"loss", "eval/auc"}
+    assert len(lines["loss"].steps) <= LINE_POINTS
+    assert (lines["loss"].steps[-1], lines["loss"].highs[0]) == (12_000, 1.0)
     report(service, job.run_id, 12_001, 1)
-    last = reader.lines(job.id, job.run_id)
-    assert service.points == 2
-    assert last.points["loss"][-1][0] == 12_001
-    assert last.version != lines.version
+    assert reader.series(job.id, ["loss"])["loss"].steps[-1] == 12_001
+    near = reader.series(job.id, ["loss"], from_step=100, to_step=200)["loss"]
+    assert (near.width, near.steps) == (1, list(range(100, 201)))
+    assert reader.metric_names(job.id) == ["eval/auc", "loss", "step_ms"]
 
 
-def test_a_row_shows_the_newest_numbers_of_a_run_without_summary(service: CountingService) -> None:
+def test_counts_are_of_the_projects_one_may_see_and_asked_for_once(service: Service) -> None:
+    service.submit_job(JobSpec(name="one"))
+    counts, asked = Counts(service), []
+    count = service.count_jobs
+    service.count_jobs = lambda projects=None: asked.append(projects) or count(projects)  # type: ignore[method-assign]
+    member = Principal(user="ada", role=Role.VIEWER, everywhere=False, members={"else": Role.VIEWER})
+    for _ in range(3):
+        assert Reader(service, counts=counts).counts() == {"pending": 1}
+        assert Reader(service, principal=member, counts=counts).counts() == {}
+    assert asked == [None, frozenset({"else"})]
+
+
+def test_who_is_no_member_sees_and_steers_nothing(service: Service) -> None:
+    job = service.submit_job(JobSpec(name="secret"))
+    stranger = Principal(user="eve", role=Role.ADMIN, everywhere=False, members={"else": Role.ADMIN}, by="token")
+    reader = Reader(service, principal=stranger)
+    assert reader.jobs(JobFilter(), sort=JobSort.NEWEST, limit=5, cursor=None).rows == ()
+    asks = (
+        lambda: reader.job(job.id), lambda: reader.series(job.id, ["loss"]), lambda: reader.metric_names(job.id),
+        lambda: reader.events(job.id, after=0), lambda: reader.log(job.id, job.run_id, at=-1),
+        lambda: reader.next_step(job.id), lambda: reader.cancel(job.id),
+    )  # fmt: skip
+    for ask in asks:
+        with pytest.raises(NotFoundError):
+            ask()
+    assert not reader.may_steer(job.id)
+    assert service.get_job(job.id).cancel_requested_at is None
+
+
+def test_who_may_look_may_not_cancel_and_who_cancels_is_written_down(service: Service) -> None:
+    users, job = service.accounts.users, service.submit_job(JobSpec(name="watched"))
+    users.create_token("ada", role=Role.ADMIN, everywhere=True, created_by="user")
+    found = {}
+    for user, role in (("vera", Role.VIEWER), ("sam", Role.SUBMITTER)):
+        users.set_member("default", user, role)
+        _, secret = users.create_token(user, role=role, everywhere=False, created_by="ada")
+        found[user] = service.accounts.by_token(secret)
+        assert found[user] is not None
+    viewer, submitter = (Reader(service, principal=found[user]) for user in ("vera", "sam"))
+    assert viewer.job(job.id).row.name == "watched"
+    assert (viewer.may_steer(job.id), submitter.may_steer(job.id)) == (False, True)
+    with pytest.raises(ForbiddenError):
+        viewer.cancel(job.id)
+    submitter.cancel(job.id)
+    told = [(each.actor, each.action, each.outcome) for each in service.accounts.audit.page(limit=10).items]
+    assert ("vera", "job.cancel", "refused") in told
+    assert ("sam", "job.cancel", "done") in told
+    assert [event.actor for event in viewer.events(job.id, after=0)[0]][-1] == "sam"
+
+
+def test_a_page_closes_soon_after_its_token_was_revoked(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    token, secret = service.accounts.users.create_token("ada", role=Role.ADMIN, everywhere=True, created_by="user")
+    principal = service.accounts.by_token(secret)
+    assert principal is not None
+    reader = Reader(service, principal=principal)
+    service.accounts.users.create_token("bea", role=Role.ADMIN, everywhere=True, created_by="ada")
+    service.accounts.users.revoke_token(token.id)
+    monkeypatch.setattr("twinstep.platform.dashboard.reader.STILL_EVERY_S", 0.0)
+    with pytest.raises(AuthError, match="not logged in"):
+        reader.jobs(JobFilter(), sort=JobSort.NEWEST, limit=5, cursor=None)
+
+
+def test_a_row_shows_the_newest_numbers_of_a_run_without_summary(service: Service) -> None:
     reader, job = Reader(service), service.submit_job(JobSpec(name="live"))
     (row,) = reader.jobs(JobFilter(), sort=JobSort.NEWEST, limit=5, cursor=None).rows
     assert (row.loss, row.step, row.model, row.dataset, row.backend) == (None, 0, "dlrmv3", "ml-100k", "inductor")
@@ -80,7 +126,7 @@ def test_a_row_shows_the_newest_numbers_of_a_run_without_summary(service: Counti
     assert not row.final
 
 
-def test_a_job_has_its_spec_as_yaml_and_all_its_runs(service: CountingService) -> None:
+def test_a_job_has_its_spec_as_yaml_and_all_its_runs(service: Service) -> None:
     spec = JobSpec(name="whole")
     job = service.submit_job(spec)
     detail = Reader(service).job(job.id)
@@ -91,7 +137,7 @@ def test_a_job_has_its_spec_as_yaml_and_all_its_runs(service: CountingService) -
         Reader(service).job("job-none")
 
 
-def test_events_come_once_each_by_cursor(service: CountingService) -> None:
+def test_events_come_once_each_by_cursor(service: Service) -> None:
     reader, job = Reader(service), service.submit_job(JobSpec(name="events"))
     service._store.ingest(
         job.run_id, [EventRecord(seq=seq, time=seq, name="evaluated", reason=str(seq)) for seq in range(1, 1501)]
@@ -105,7 +151,7 @@ def test_events_come_once_each_by_cursor(service: CountingService) -> None:
     assert reader.events(job.id, after=cursor) == ([], cursor)
 
 
-def test_a_log_begins_near_its_end_with_a_whole_line_and_says_what_it_left_out(service: CountingService) -> None:
+def test_a_log_begins_near_its_end_with_a_whole_line_and_says_what_it_left_out(service: Service) -> None:
     reader, job = Reader(service), service.submit_job(JobSpec(name="log"))
     path = service.run_dir(job.run_id).path
     assert reader.log(job.id, job.run_id, at=-1).text == ""

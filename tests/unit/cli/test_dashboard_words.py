@@ -1,8 +1,6 @@
-"""The pure parts of the pages: bounded series, words, rows of tables."""
+"""The pure parts of the pages: words, rows of tables."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 from hypothesis import given
@@ -10,53 +8,8 @@ from hypothesis import strategies as st
 
 from twinstep.platform.dashboard import words
 from twinstep.platform.dashboard.parts import compile_seconds, event_class, event_title, phase_words, summary_rows
-from twinstep.platform.dashboard.series import MAX_POINTS, Series
 from twinstep.platform.dashboard.views import EventLine, JobLine
 from twinstep.spec.states import RunState
-
-finite = st.floats(-1e6, 1e6)
-
-
-@given(st.lists(finite, max_size=400), st.integers(1, 20).map(lambda half: 2 * half))
-def test_a_series_is_bounded_ordered_and_ends_at_the_last_step(values: list[float], limit: int) -> None:
-    series = Series(limit=limit)
-    for step, value in enumerate(values, 1):
-        assert series.add(step, value)
-    points = series.points()
-    assert len(points) <= limit
-    steps = [point[0] for point in points]
-    assert steps == sorted(set(steps))
-    assert all(min(values) - 1e-6 <= value <= max(values) + 1e-6 for _, value in points)
-    assert (steps[-1] if values else 0) == len(values)
-    if len(values) < limit:
-        assert points == [[step, value] for step, value in enumerate(values, 1)]
-
-
-@given(st.integers(1, 4000))
-def test_a_series_keeps_the_mean_of_all_its_points(count: int) -> None:
-    series = Series(limit=16)
-    for step in range(1, count + 1):
-        series.add(step, float(step))
-    points = series.points()
-    weights = [series.stride] * len(points)
-    weights[-1] = count - series.stride * (len(points) - 1)
-    total = sum(weight * value for weight, (_, value) in zip(weights, points, strict=True))
-    assert math.isclose(total / count, (count + 1) / 2)
-
-
-def test_what_is_no_number_is_not_drawn() -> None:
-    series = Series()
-    for value in (None, math.nan, math.inf, True):
-        assert not series.add(1, value)
-    assert series.points() == []
-    assert series.last is None
-
-
-def test_a_million_points_stay_a_thousand() -> None:
-    series = Series()
-    for step in range(1_000_000):
-        series.add(step, 1.0)
-    assert len(series.points()) <= MAX_POINTS
 
 
 @pytest.mark.parametrize(

@@ -1,70 +1,120 @@
-"""Options of the charts: loss, held-out AUC and NE, examples per second. Pure data for ECharts.
+"""Options of charts, as plain data for ECharts.
 
-Names and colours are ours alone: nothing a worker reports becomes a key or a name here, since ECharts reads names as
-HTML in tooltips and NiceGUI evaluates keys that start with a colon.
+Nothing that a worker reports becomes a key here: NiceGUI evaluates keys that start with a colon. Names of lines may
+be users' words: the tooltip, which ECharts takes for HTML, is our own and escapes them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-_GREY = "#8b93a1"  # reads on white and on near-black alike, so charts need not know the colour scheme
+from twinstep.platform.dashboard.curves import Curve
+
+GREY = "#868e9c"  # reads on white and on near-black alike, so charts need not know the colour scheme
 _FAINT = "rgba(139, 147, 161, 0.18)"
-INDIGO, TEAL, AMBER = "#6e6ade", "#12a594", "#d98a1f"
+INDIGO, TEAL, AMBER, PINK, BLUE, OLIVE = "#6e6ade", "#0f9485", "#c77711", "#cf4795", "#2e86c9", "#7d8a2e"
+PALETTE = (INDIGO, TEAL, AMBER, PINK, BLUE, OLIVE)
+"""Lines of a chart, in order: each stands out from white and from near-black, and from its neighbours."""
+UNDEFINED = "#d4545a"
+MAX_MARKS = 40
+
+_TOOLTIP = """(all) => {
+  const safe = (text) => String(text).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
+  const figure = (v) => typeof v === 'number' ? Number(v.toPrecision(5)).toLocaleString('en') : '–';
+  const rows = all.filter((p) => !p.seriesName.startsWith('~') && p.value[1] !== null);
+  if (!rows.length) return '';
+  return `<b>${figure(rows[0].value[0])}</b>` + rows.map((p) =>
+    `<br><span style="color:${p.color}">●</span> ${safe(p.seriesName)} <b>${figure(p.value[1])}</b>`).join('');
+}"""
 
 
-def axis(*, name: str = "", right: bool = False) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a chart."""
+
+    name: str
+    color: str
+    second: bool = False
+    """On an axis of its own, to the right."""
+    dots: bool = False
+    """Few points that deserve to be seen each."""
+
+
+def axis(*, right: bool = False) -> dict[str, Any]:
     """Return a value axis that hugs its data."""
     return {
         "type": "value",
-        "name": name,
-        "nameTextStyle": {"color": _GREY, "fontSize": 11, "align": "left" if not right else "right"},
         "position": "right" if right else "left",
         "scale": True,
         "splitNumber": 4,
-        "axisLabel": {"color": _GREY, "fontSize": 11, "hideOverlap": True},
+        "axisLabel": {"color": GREY, "fontSize": 11, "hideOverlap": True},
         "axisLine": {"show": False},
         "axisTick": {"show": False},
         "splitLine": {"show": not right, "lineStyle": {"color": _FAINT}},
     }
 
 
-def line(name: str, color: str, *, dots: bool = False, second: bool = False, area: bool = False) -> dict[str, Any]:
-    """Return a line without data."""
-    return {
-        "name": name,
+def _series(line: Line) -> list[dict[str, Any]]:
+    """Return a line and, under it, the band from the lowest to the highest of each bucket; without data."""
+    band = {
         "type": "line",
         "data": [],
-        "color": color,
-        "yAxisIndex": int(second),
-        "showSymbol": dots,
-        "symbol": "circle",
-        "symbolSize": 6,
-        "lineStyle": {"width": 1.8},
-        **({"areaStyle": {"opacity": 0.08}} if area else {}),
+        "silent": True,
+        "symbol": "none",
+        "stack": f"~{line.name}",
+        "stackStrategy": "all",
+        "yAxisIndex": int(line.second),
+        "lineStyle": {"opacity": 0},
+        "color": line.color,
+        "z": 1,
     }
+    return [
+        {
+            "name": line.name,
+            "type": "line",
+            "data": [],
+            "color": line.color,
+            "yAxisIndex": int(line.second),
+            "showSymbol": line.dots,
+            "symbol": "circle",
+            "symbolSize": 6,
+            "lineStyle": {"width": 1.8},
+            "markLine": {
+                "silent": True,
+                "symbol": "none",
+                "label": {"show": False},
+                "lineStyle": {"color": UNDEFINED, "type": "dotted", "width": 1},
+                "data": [],
+            },
+            "z": 3,
+        },
+        {**band, "name": f"~{line.name} low"},
+        {**band, "name": f"~{line.name} span", "areaStyle": {"color": line.color, "opacity": 0.26}},
+    ]
 
 
-def options(series: list[dict[str, Any]], axes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a chart's options; the x axis is the training step."""
+SERIES_PER_LINE = 3
+
+
+def chart(lines: Sequence[Line], *, legend: bool) -> dict[str, Any]:
+    """Return a chart's options, without data. A drag along it, or Ctrl and the wheel, zooms in."""
     return {
         "animation": False,
         "backgroundColor": "transparent",
         "textStyle": {"fontFamily": "system-ui, 'Liberation Sans', 'DejaVu Sans', sans-serif"},
-        "grid": {
-            "left": 8,
-            "right": 14,
-            "top": 34 if len(series) > 1 else 16,
-            "bottom": 6,
-            "containLabel": True,
-        },
+        "grid": {"left": 8, "right": 26, "top": 30, "bottom": 6, "containLabel": True},
         "legend": {
-            "show": len(series) > 1,
+            "show": legend,
+            "data": [line.name for line in lines],
+            "type": "scroll",
             "top": 0,
             "left": 4,
+            "right": 60,
             "itemWidth": 14,
             "itemHeight": 8,
-            "textStyle": {"color": _GREY, "fontSize": 11},
+            "textStyle": {"color": GREY, "fontSize": 11},
         },
         "tooltip": {
             "trigger": "axis",
@@ -72,35 +122,45 @@ def options(series: list[dict[str, Any]], axes: list[dict[str, Any]]) -> dict[st
             "backgroundColor": "#20252d",
             "borderWidth": 0,
             "textStyle": {"color": "#e6e9ee", "fontSize": 12},
-            "axisPointer": {"lineStyle": {"color": _GREY, "opacity": 0.5}},
+            "axisPointer": {"lineStyle": {"color": GREY, "opacity": 0.5}},
+            ":formatter": _TOOLTIP,
         },
+        "toolbox": {
+            "right": 8,
+            "top": 0,
+            "itemSize": 12,
+            "iconStyle": {"borderColor": GREY},
+            "feature": {
+                "dataZoom": {"yAxisIndex": "none", "title": {"zoom": "Zoom: drag over the chart", "back": "Zoom out"}},
+                "restore": {"title": "Whole run"},
+            },
+        },
+        "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "moveOnMouseMove": "shift", "filterMode": "none"}],
         "xAxis": {
             "type": "value",
             "min": "dataMin",
             "max": "dataMax",
-            "axisLabel": {"color": _GREY, "fontSize": 11, "hideOverlap": True, "showMinLabel": True},
+            "axisLabel": {"color": GREY, "fontSize": 11, "hideOverlap": True, "showMinLabel": True},
             "axisLine": {"lineStyle": {"color": _FAINT}},
             "axisTick": {"show": False},
             "splitLine": {"show": False},
         },
-        "yAxis": axes,
-        "series": series,
+        "yAxis": [axis(), axis(right=True)] if any(line.second for line in lines) else [axis()],
+        "series": [each for line in lines for each in _series(line)],
     }
 
 
-def loss_chart() -> dict[str, Any]:
-    """Return the options of the loss chart, without data."""
-    return options([line("loss", INDIGO)], [axis()])
-
-
-def quality_chart() -> dict[str, Any]:
-    """Return the options of the held-out AUC and NE chart, without data."""
-    return options(
-        [line("AUC", TEAL, dots=True), line("NE", AMBER, dots=True, second=True)],
-        [axis(), axis(right=True)],
-    )
-
-
-def speed_chart() -> dict[str, Any]:
-    """Return the options of the throughput chart, without data."""
-    return options([line("examples/s", INDIGO, area=True)], [axis()])
+def fill(options: dict[str, Any], lines: Sequence[Line], curves: Sequence[Curve]) -> bool:
+    """Put the lines' points into a chart's options; say whether anything differs from what was there."""
+    changed = False
+    for index, (line, curve) in enumerate(zip(lines, curves, strict=True)):
+        main, low, span = options["series"][SERIES_PER_LINE * index : SERIES_PER_LINE * (index + 1)]
+        marks = [{"xAxis": x} for x in curve.undefined[:MAX_MARKS]]
+        if (main["data"], low["data"], main["markLine"]["data"]) == (curve.points, curve.low, marks):
+            continue
+        changed = True
+        main["data"], low["data"], span["data"] = curve.points, curve.low, curve.span
+        main["markLine"]["data"] = marks
+        # A single point has no line to be seen by; scores held out are few and deserve their dots.
+        main["showSymbol"] = len(curve.points) <= (40 if line.dots else 1)
+    return changed

@@ -24,7 +24,8 @@ from twinstep.platform.dashboard.parts import (
     summary_rows,
 )
 from twinstep.platform.dashboard.reader import Reader
-from twinstep.platform.dashboard.views import EventLine, JobWithRuns, Lines, LogPiece
+from twinstep.platform.dashboard.views import EventLine, JobWithRuns, LogPiece
+from twinstep.platform.store.records import MetricSeries
 from twinstep.spec.errors import NotFoundError, TwinstepError
 from twinstep.spec.words import clock
 
@@ -36,7 +37,7 @@ class _Read(NamedTuple):
     """What one refresh read."""
 
     detail: JobWithRuns
-    lines: Lines
+    series: dict[str, MetricSeries]
     events: list[EventLine]
     event_at: int
     log: LogPiece | None
@@ -55,12 +56,12 @@ class JobScreen:
         self.row = detail.row
         # A click refreshes too; two reads from one cursor would show the same events twice.
         self.reading = asyncio.Lock()
-        with theme.frame():
+        with theme.frame(user=reader.user):
             self._head(detail)
             self.reason = theme.text("", "tw-reason tw-hide").mark("reason")
             self.next_step = theme.text("", "tw-next tw-dim tw-hide").mark("next-step")
             self.facts = Facts()
-            self.charts = Charts()
+            self.charts = Charts(self.refresh)
             with theme.div("tw-two"):
                 with theme.card("Summary", note="held-out scores beside the baselines'"):
                     self.no_summary = theme.text("Shown when the run has ended well.", "tw-dim tw-small tw-note")
@@ -134,15 +135,24 @@ class JobScreen:
     def _read(self, *, with_log: bool) -> _Read:
         """Read the job and what follows the cursors. In a thread of its own: touches no element, moves no cursor."""
         detail = self.reader.job(self.job_id)
-        lines = self.reader.lines(self.job_id, detail.run_id)
+        series = self._series(detail.run_id)
         events, event_at = self.reader.events(self.job_id, after=self.event_at)
         log_at = self.log_at if detail.run_id == self.run_id else -1
         log = self.reader.log(self.job_id, detail.run_id, at=log_at) if with_log else None
         next_step = self.reader.next_step(self.job_id) if detail.row.state == "failed" else ""
-        return _Read(detail, lines, events, event_at, log, next_step)
+        return _Read(detail, series, events, event_at, log, next_step)
+
+    def _series(self, run_id: str) -> dict[str, MetricSeries]:
+        """Read each chart's lines, those that are looked at closely in the stretch that is looked at."""
+        windows = self.charts.windows()
+        whole = [name for name in Charts.NAMES if name not in windows]
+        found = self.reader.series(self.job_id, whole, run_id=run_id)
+        for name, (first, last) in windows.items():
+            found |= self.reader.series(self.job_id, [name], run_id=run_id, from_step=first, to_step=last)
+        return found
 
     def _show(self, read: _Read) -> None:
-        detail, lines, events = read.detail, read.lines, read.events
+        detail, events = read.detail, read.events
         now, row = time.time(), detail.row
         if detail.run_id != self.run_id:
             self.run_id = detail.run_id
@@ -157,13 +167,13 @@ class JobScreen:
         self.next_step.set_text(f"Next: {read.next_step}")
         theme.show(self.next_step, bool(read.next_step))
         summary = detail.summary or {}
-        nes = lines.points.get("ne")
+        nes = read.series["eval/ne"].means if "eval/ne" in read.series else []
         for event in events:
             if seconds := compile_seconds(event):
                 self.compile_s[event.run_id] = self.compile_s.get(event.run_id, 0.0) + seconds
         compile_s = summary.get("compile_s", self.compile_s.get(self.run_id))
-        self.facts.update(row, compile_s=compile_s, ne=summary.get("ne", nes[-1][1] if nes else None), now=now)
-        self.charts.update(detail.run_id, lines)
+        self.facts.update(row, compile_s=compile_s, ne=summary.get("ne", nes[-1] if nes else None), now=now)
+        self.charts.update(read.series)
         self.events.add(events)
         if read.log is not None:
             self.log_at = read.log.next

@@ -228,7 +228,7 @@ class JobsScreen:
         self.cursors: list[str | None] = [None]
         """Where each page up to the one shown begins."""
         self.next_cursor: str | None = None
-        with theme.frame(home=True):
+        with theme.frame(here="Jobs", user=reader.user):
             with theme.div("tw-head"):
                 theme.tag("h1", "Jobs", "tw-h1")
             self.bar = FilterBar(wanted, self._narrow)

@@ -7,9 +7,9 @@ from fastapi.responses import PlainTextResponse, Response
 from nicegui import Client, core, ui
 from nicegui.page import page as nicegui_page
 
-from twinstep.platform.dashboard import job_page, jobs_page, theme
+from twinstep.platform.dashboard import compare_page, job_page, jobs_page, login_page, theme
 from twinstep.platform.dashboard.filters import from_query
-from twinstep.platform.dashboard.reader import Reader
+from twinstep.platform.dashboard.reader import Counts, Reader
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.settings import Settings
 
@@ -18,17 +18,25 @@ BUILD_SECONDS = 15.0  # a page waits so long for its first data; a disk under lo
 
 def add_pages(app: FastAPI, service: Service, settings: Settings) -> None:
     """Define the pages and mount them on `app`."""
-    reader = Reader(service)
+    counts = Counts(service)
+
+    def reader_of(request: Request) -> Reader:
+        return Reader(service, principal=request.state.principal, counts=counts)
 
     @ui.page("/", title="Jobs · Twinstep", response_timeout=BUILD_SECONDS)
     async def _jobs(request: Request) -> None:
         wanted = from_query(request.query_params.multi_items())
-        await jobs_page.build(reader, wanted, url=str(request.base_url).rstrip("/"))
+        await jobs_page.build(reader_of(request), wanted, url=str(request.base_url).rstrip("/"))
 
     @ui.page("/jobs/{job_id}", title="Job · Twinstep", response_timeout=BUILD_SECONDS)
-    async def _job(job_id: str) -> None:
-        await job_page.build(reader, job_id)
+    async def _job(request: Request, job_id: str) -> None:
+        await job_page.build(reader_of(request), job_id)
 
+    @ui.page("/compare", title="Compare · Twinstep", response_timeout=BUILD_SECONDS)
+    async def _compare(request: Request, jobs: str = "", x: str = "step", smooth: str = "0") -> None:
+        await compare_page.build(reader_of(request), jobs=jobs, axis=x, smoothing=smooth)
+
+    app.add_route(login_page.PATH, login_page.answer, include_in_schema=False)
     # A second control plane in one process (tests have them) finds NiceGUI's app started; its middleware is built anew.
     core.app.middleware_stack = None
     core.app.add_exception_handler(404, _missing)

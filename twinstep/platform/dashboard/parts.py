@@ -5,13 +5,17 @@ Parts send only what differs; none of them reads the store. Whatever a worker or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from nicegui import ui
 
 from twinstep.platform.dashboard import charts, theme, words
-from twinstep.platform.dashboard.views import EventLine, JobLine, Lines, RunLine
+from twinstep.platform.dashboard.charts import Line
+from twinstep.platform.dashboard.curves import Curve, Scale, curve
+from twinstep.platform.dashboard.plot import Plot
+from twinstep.platform.dashboard.views import EventLine, JobLine, RunLine
+from twinstep.platform.store.records import MetricSeries
 from twinstep.spec.words import DASH, clock, cut, duration, number
 
 MAX_EVENTS = 200
@@ -81,38 +85,48 @@ def phase_words(row: JobLine) -> str:
 
 
 class Charts:
-    """Loss, held-out quality and speed over steps, at most a thousand points each."""
+    """Loss, held-out quality and speed over steps; each may be looked at closer."""
 
-    def __init__(self) -> None:
+    DRAWN: ClassVar[dict[str, tuple[tuple[str, Line], ...]]] = {
+        "loss": (("loss", Line("loss", charts.INDIGO)),),
+        "quality": (
+            ("eval/auc", Line("AUC", charts.TEAL, dots=True)),
+            ("eval/ne", Line("NE", charts.AMBER, dots=True, second=True)),
+        ),
+        "speed": (("examples_per_s", Line("examples/s", charts.INDIGO)),),
+    }
+    """Metrics by chart. Held-out scores are those of the first task."""
+    NAMES = tuple(name for lines in DRAWN.values() for name, _ in lines)
+    TITLES: ClassVar[dict[str, tuple[str, str]]] = {
+        "loss": ("Loss", "training"),
+        "quality": ("AUC and NE", "held out"),
+        "speed": ("Throughput", "examples per second"),
+    }
+
+    def __init__(self, on_zoom: Callable[[], Awaitable[None]]) -> None:
+        self.plots: dict[str, Plot] = {}
         with theme.div("tw-charts"):
-            with theme.card("Loss", note="training"):
-                self.loss = ui.echart(charts.loss_chart()).classes("tw-chart").mark("chart-loss")
-            with theme.card("AUC and NE", note="held out"):
-                self.quality = ui.echart(charts.quality_chart()).classes("tw-chart").mark("chart-quality")
-            with theme.card("Throughput", note="examples per second"):
-                self.speed = ui.echart(charts.speed_chart()).classes("tw-chart").mark("chart-speed")
-        self.drawn: tuple[str, int] = ("", -1)
+            for chart, lines in self.DRAWN.items():
+                title, note = self.TITLES[chart]
+                with theme.card(title, note=note):
+                    self.plots[chart] = Plot(
+                        [line for _, line in lines], on_zoom=on_zoom, legend=len(lines) > 1, mark=f"chart-{chart}"
+                    )
 
-    def update(self, run_id: str, lines: Lines) -> None:
+    def windows(self) -> dict[str, tuple[int, int]]:
+        """Return the stretch of steps that each metric is looked at in; those looked at whole are left out."""
+        return {
+            name: (int(plot.window[0]), int(plot.window[1]))
+            for chart, plot in self.plots.items()
+            if plot.window is not None
+            for name, _ in self.DRAWN[chart]
+        }
+
+    def update(self, series: Mapping[str, MetricSeries]) -> None:
         """Draw a run's lines; only charts whose points differ are sent."""
-        if (run_id, lines.version) == self.drawn:
-            return
-        self.drawn = (run_id, lines.version)
-        for chart, names in (
-            (self.loss, ("loss",)),
-            (self.quality, ("auc", "ne")),
-            (self.speed, ("examples_per_s",)),
-        ):
-            changed = False
-            for line, name in zip(chart.options["series"], names, strict=True):
-                points = lines.points.get(name, [])
-                if points != line["data"]:
-                    changed = True
-                    line["data"] = points
-                    # A single point has no line to be seen by; scores held out are few and deserve their dots.
-                    line["showSymbol"] = len(points) <= (40 if chart is self.quality else 1)
-            if changed:
-                chart.update()
+        for chart, lines in self.DRAWN.items():
+            found = [series.get(name) for name, _ in lines]
+            self.plots[chart].set([Curve() if each is None else curve(each, Scale()) for each in found])
 
 
 class Events:

@@ -2,80 +2,129 @@
 
 Safe to call from any thread.
 
-One Reader serves every browser. It keeps each looked-at run's chart lines and reads only the points that are new, so
-a refresh costs the same however long a run is and however many look at it.
+A Reader is one browser's: it answers what whoever looks may see, and is asked anew each time, for a page outlives the
+request it came with, and perhaps the token. What costs something is shared between all browsers.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
-from twinstep.platform.dashboard.series import Series
-from twinstep.platform.dashboard.views import EventLine, JobLine, JobLines, JobWithRuns, Lines, LogPiece, RunLine
+from twinstep.platform.dashboard.views import EventLine, JobLine, JobLines, JobWithRuns, LogPiece, RunLine
+from twinstep.platform.scheduler.accounts import LOCAL, Principal
 from twinstep.platform.scheduler.service import Service
-from twinstep.platform.store.records import Job
+from twinstep.platform.store.entry import Entry, under_way
+from twinstep.platform.store.records import Job, MetricSeries
 from twinstep.platform.store.search import JobFilter, JobSort
-from twinstep.spec.errors import ConflictError, TwinstepError
+from twinstep.spec.errors import AuthError, ConflictError, TwinstepError
+from twinstep.spec.roles import Permission
 from twinstep.spec.text import dump_yaml
 
-KEPT_RUNS = 200  # runs whose lines stay in memory: about 100 kB each at most
 COUNT_EVERY_S = 2.0
 COUNT_SHARE = 50  # of the time, a fiftieth at most is spent on counting, however many jobs there are
-POINTS_PER_READ = 5000
-READS_PER_REFRESH = 4  # a run of millions of points fills its charts over a few refreshes, not in one long wait
+STILL_EVERY_S = 2.0  # a token that is revoked closes pages so soon
 EVENTS_PER_REFRESH = 5
-# Metric, as workers name it → line of a chart. Held-out scores are those of the first task.
-DRAWN = {"loss": "loss", "examples_per_s": "examples_per_s", "eval/auc": "auc", "eval/ne": "ne"}
+LINE_POINTS = 500  # of one line of a chart
 LOG_TAIL_BYTES = 64 * 1024
 
 
-class RunLines:
-    """The chart lines of one run, and how far its points are read."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.cursor = 0
-        self.version = 0
-        self.series = {line: Series() for line in DRAWN.values()}
-
-
-class Reader:
-    """Everything the pages read and the one thing they do: cancel."""
+class Counts:
+    """How many jobs are in each state, counted once for all who look at the same projects."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._lock = threading.Lock()
-        self._lines: OrderedDict[str, RunLines] = OrderedDict()
-        self._counting = threading.Lock()
-        self._counts: dict[str, int] = {}
-        self._count_next = 0.0
+        self._known: dict[frozenset[str] | None, tuple[float, dict[str, int]]] = {}
+
+    def get(self, projects: frozenset[str] | None) -> dict[str, int]:
+        """Return the counts as they were a moment ago."""
+        with self._lock:
+            now = time.monotonic()
+            until, counts = self._known.get(projects, (0.0, {}))
+            if now >= until:
+                if len(self._known) > 100:
+                    self._known.clear()
+                counts = {state.value: count for state, count in self._service.count_jobs(projects).items()}
+                until = now + max(COUNT_EVERY_S, COUNT_SHARE * (time.monotonic() - now))
+                self._known[projects] = until, counts
+            return counts
+
+
+class Reader:
+    """Everything the pages read, and what they do: cancel."""
+
+    def __init__(self, service: Service, *, principal: Principal = LOCAL, counts: Counts | None = None) -> None:
+        self._service = service
+        self._counts = counts or Counts(service)
+        self._principal, self._looked_at = principal, time.monotonic()
+        self.user = "" if principal.is_local else principal.user
+        """Who looks; empty where no login is asked for."""
+
+    # ---- who may ----
+
+    def _who(self) -> Principal:
+        """Return who looks and what they may now, or raise AuthError where they are logged out."""
+        now = time.monotonic()
+        if now - self._looked_at > STILL_EVERY_S:
+            still = self._service.accounts.still(self._principal)
+            if still is None:
+                raise AuthError("you are not logged in any more", remedy="log in again: /login")
+            self._principal, self._looked_at = still, now
+        return self._principal
+
+    def _check(self, job_id: str, permission: Permission = Permission.READ) -> None:
+        self._service.accounts.check_job(self._who(), permission, job_id)
+
+    def may_steer(self, job_id: str) -> bool:
+        """Say whether whoever looks may cancel this job."""
+        try:
+            self._check(job_id, Permission.SUBMIT)
+        except TwinstepError:
+            return False
+        return True
+
+    @contextmanager
+    def _doing(self, action: str, job_id: str) -> Iterator[Principal]:
+        """Let what is within, a change of a job, be checked, done and written in the audit log as whoever looks."""
+        who = self._who()
+        entry = Entry(actor=who.user, action=action, target=job_id, token_id=who.token_id)
+        audit = self._service.accounts.audit
+        with under_way(entry):
+            try:
+                self._check(job_id, Permission.SUBMIT)
+                yield who
+            except TwinstepError as error:
+                audit.add(entry, outcome="refused", reason=str(error))
+                raise
+            if not entry.written:
+                audit.add(entry, outcome="done")
+
+    # ---- jobs ----
 
     def jobs(self, wanted: JobFilter, *, sort: JobSort, limit: int, cursor: str | None) -> JobLines:
         """Return one page of the jobs that fit."""
+        wanted = replace(wanted, projects=self._who().projects())
         page = self._service.list_jobs(wanted, sort=sort, limit=limit, cursor=cursor)
         rows = tuple(self._row(job) for job in page.items)
         return JobLines(rows=rows, next_cursor=page.next_cursor)
 
     def counts(self) -> dict[str, int]:
-        """Return how many jobs are in each state, as it was a moment ago: counted once for all who look."""
-        with self._counting:
-            now = time.monotonic()
-            if now >= self._count_next:
-                self._counts = {state.value: count for state, count in self._service.count_jobs().items()}
-                took = time.monotonic() - now
-                self._count_next = now + max(COUNT_EVERY_S, COUNT_SHARE * took)
-            return self._counts
+        """Return how many jobs are in each state, as it was a moment ago."""
+        return self._counts.get(self._who().projects())
 
     def job(self, job_id: str) -> JobWithRuns:
         """Return a job with its runs, or raise NotFoundError."""
+        self._check(job_id)
         job = self._service.get_job(job_id)
         runs = self._service.list_runs(job_id)
         return JobWithRuns(
             row=self._row(job),
             run_id=job.run_id,
+            spec=job.spec,
             spec_yaml=dump_yaml(job.spec),
             runs=tuple(
                 RunLine(
@@ -93,30 +142,37 @@ class Reader:
 
     def next_step(self, job_id: str) -> str:
         """Return what to do about a job; empty where nothing is to be done, or no job is there."""
+        self._check(job_id)
         return self._service.explain_job(job_id).next_step
 
-    def lines(self, job_id: str, run_id: str) -> Lines:
-        """Return the chart lines of a run, after reading what is new."""
-        kept = self._kept(run_id)
-        with kept.lock:
-            self._catch_up(job_id, run_id, kept)
-            return Lines(points={line: series.points() for line, series in kept.series.items()}, version=kept.version)
+    # ---- metrics ----
 
-    def _catch_up(self, job_id: str, run_id: str, kept: RunLines) -> None:
-        """Read the points after the cursor. The caller holds the lock: a second browser finds the work done."""
-        for _ in range(READS_PER_REFRESH):
-            page = self._service.list_metrics(
-                job_id, after=kept.cursor, names=tuple(DRAWN), limit=POINTS_PER_READ, run_id=run_id
-            )
-            for point in page.items:
-                kept.series[DRAWN[point.name]].add(point.step, point.value)
-            kept.cursor = page.next_after
-            kept.version += bool(page.items)
-            if len(page.items) < POINTS_PER_READ:
-                return
+    def metric_names(self, job_id: str) -> list[str]:
+        """Return the names of the metrics of a job's newest run."""
+        self._check(job_id)
+        return self._service.metric_names(job_id).items
+
+    def series(
+        self,
+        job_id: str,
+        names: Sequence[str],
+        *,
+        run_id: str | None = None,
+        from_step: int | None = None,
+        to_step: int | None = None,
+    ) -> dict[str, MetricSeries]:
+        """Return metrics by name, in few points each; those that the run has no points of are left out."""
+        self._check(job_id)
+        page = self._service.metric_series(
+            job_id, names, max_points=LINE_POINTS, run_id=run_id, from_step=from_step, to_step=to_step
+        )
+        return {series.name: series for series in page.items}
+
+    # ---- what happened ----
 
     def events(self, job_id: str, *, after: int) -> tuple[list[EventLine], int]:
         """Return events after a cursor, oldest first, and the cursor to go on from."""
+        self._check(job_id)
         found: list[EventLine] = []
         for _ in range(EVENTS_PER_REFRESH):
             page = self._service.list_events(job_id, after=after, limit=200)
@@ -138,6 +194,7 @@ class Reader:
 
     def log(self, job_id: str, run_id: str, *, at: int) -> LogPiece:
         """Return what a log has after byte `at` (-1: its end), no more than the page keeps anyway."""
+        self._check(job_id)
         begin = max(at, 0)
         part = self._service.read_log(job_id, offset=begin, limit=LOG_TAIL_BYTES, run_id=run_id)
         text, skipped = part.text, max(0, part.size - begin - LOG_TAIL_BYTES)
@@ -147,16 +204,19 @@ class Reader:
             text = part.text.partition("\n")[2] or part.text
         return LogPiece(text=text, next=part.next_offset, skipped=skipped, at_end=part.next_offset >= part.size)
 
+    # ---- what is done ----
+
     def cancel(self, job_id: str) -> None:
         """Ask for a job to stop; raises ConflictError where it has ended."""
-        self._service.cancel_job(job_id)
+        with self._doing("job.cancel", job_id) as who:
+            self._service.cancel_job(job_id, actor=who.user)
 
     def cancel_all(self, job_ids: Sequence[str]) -> list[str]:
         """Ask for jobs to stop; return what was said of those that could not be asked."""
         problems: list[str] = []
         for job_id in job_ids:
             try:
-                self._service.cancel_job(job_id)
+                self.cancel(job_id)
             except ConflictError:
                 continue  # it has ended meanwhile, which is what was wanted
             except TwinstepError as error:
@@ -188,11 +248,3 @@ class Reader:
             ended=job.finished_at,
             cancel_requested=job.cancel_requested_at is not None,
         )
-
-    def _kept(self, run_id: str) -> RunLines:
-        with self._lock:
-            kept = self._lines.setdefault(run_id, RunLines())
-            self._lines.move_to_end(run_id)
-            if len(self._lines) > KEPT_RUNS:
-                self._lines.popitem(last=False)
-            return kept

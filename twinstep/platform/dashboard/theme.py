@@ -21,11 +21,34 @@ LOGO = (
     '<rect x="16.4" y="3" width="5.5" height="18" rx="1.6" fill="#12a594"/></svg>'
 )
 
+DARK_SCRIPT = """(() => {
+  const names = {auto: 'Auto', light: 'Light', dark: 'Dark'}, order = ['auto', 'light', 'dark'];
+  const kept = () => { try { return localStorage.getItem('twinstep-scheme') } catch { return null } };
+  const apply = () => {
+    const now = order.includes(kept()) ? kept() : 'auto';
+    if (window.setDark) setDark(now === 'auto' ? null : now === 'dark');
+    document.querySelectorAll('.tw-scheme-name').forEach((e) => { e.dataset.scheme = names[now]; });
+    return now;
+  };
+  window.twinstepScheme = () => {
+    const next = order[(order.indexOf(apply()) + 1) % 3];
+    try { localStorage.setItem('twinstep-scheme', next) } catch { }
+    apply();
+  };
+  const wait = () => (window.setDark && document.querySelector('.tw-scheme-name')) ? apply() : setTimeout(wait, 10);
+  wait();
+})();"""
+"""Keeps the colour scheme that somebody chose in their browser, and nowhere else; without a choice the system's."""
+
+
+def style_sheet() -> str:
+    """Return the style sheet of every page."""
+    return resources.files("twinstep.platform.dashboard").joinpath("style.css").read_text(encoding="utf-8")
+
 
 def add_style() -> None:
     """Put the style sheet on the page being built."""
-    css = resources.files("twinstep.platform.dashboard").joinpath("style.css").read_text(encoding="utf-8")
-    ui.add_head_html(f"<style>{css}</style>")
+    ui.add_head_html(f"<style>{style_sheet()}</style>")
 
 
 def div(classes: str = "") -> ui.element:
@@ -59,18 +82,43 @@ def enable(element: ui.element, yes: bool) -> None:
 
 
 @contextmanager
-def frame(*, home: bool = False) -> Iterator[None]:
-    """Build the page's header and hold its content in one centred column."""
+def frame(*, here: str = "", user: str = "") -> Iterator[None]:
+    """Build the page's header and hold its content in one centred column.
+
+    Args:
+        here: the page's name in the header, where it has one.
+        user: who is logged in; empty where no login is asked for.
+    """
     add_style()
+    ui.add_body_html(f"<script>{DARK_SCRIPT}</script>")
     with ui.element("header").classes("tw-top"), div("tw-top-in"):
         with ui.link(target="/").classes("tw-brand"):
             ui.html(LOGO, sanitize=False)
             text("Twinstep")
         with ui.element("nav").classes("tw-nav"):
-            ui.link("Jobs", "/").classes("tw-here" if home else "")
-            ui.link("API", "/openapi.json")
+            for name, target in (("Jobs", "/"), ("API", "/openapi.json")):
+                link = ui.link(name, target).classes("tw-here" if name == here else "")
+                if name == here:
+                    with_props(link, aria_current="page")
+            with tag("button", "", "tw-scheme").props(
+                'type="button" title="Light, dark, or as the system has it"'
+            ) as scheme:
+                text("", "tw-scheme-name")
+            scheme.on("click", js_handler="() => window.twinstepScheme()")
+            if user:
+                _user_menu(user)
     with ui.element("main").classes("tw-main"):
         yield
+
+
+def _user_menu(user: str) -> None:
+    with tag("details", "", "tw-user"):
+        tag("summary", user, "tw-cell")
+        with div("tw-user-menu"):
+            text("Logged in with a token; the token stays good when you log out.", "tw-dim tw-small tw-wrap")
+            out = button("Log out", "tw-btn-small")
+    # The cookie is one that only the server can take back.
+    out.on("click", js_handler="() => fetch('/v1/session', {method: 'DELETE'}).then(() => location.assign('/login'))")
 
 
 @contextmanager

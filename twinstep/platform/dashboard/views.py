@@ -76,20 +76,19 @@ class JobWithRuns:
     row: JobLine
     run_id: str
     """The newest run."""
+    spec: dict[str, Any]
     spec_yaml: str
     runs: tuple[RunLine, ...]
     summary: dict[str, Any] | None = None
     """RunSummary of the newest run, once it has one."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lines:
-    """What the charts draw of a run."""
-
-    points: dict[str, list[list[float]]]
-    """[step, value] points by metric name; at most `series.MAX_POINTS` each."""
-    version: int
-    """Differs whenever the points do."""
+    @property
+    def examples_per_step(self) -> float:
+        """Training examples of one step: as the run counted them, else as many as its spec has room for."""
+        if self.summary is not None and self.summary.get("steps") and self.summary.get("examples"):
+            return float(self.summary["examples"]) / float(self.summary["steps"])
+        data = self.spec["data"]
+        return float(data["batch_size"]) * float(data["num_candidates"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -133,9 +133,9 @@ class Service:
         """Return one page of the jobs that fit; give a page's `next_cursor` for the next one."""
         return self._store.jobs(wanted, sort=sort, limit=_within(limit, MAX_PAGE), cursor=cursor)
 
-    def count_jobs(self) -> dict[RunState, int]:
-        """Return how many jobs are in each state."""
-        return self._store.count_jobs()
+    def count_jobs(self, projects: frozenset[str] | None = None) -> dict[RunState, int]:
+        """Return how many jobs of these projects (None: of all) are in each state."""
+        return self._store.count_jobs(projects)
 
     def get_job(self, job_id: str) -> JobDetail:
         """Return a job with its spec, or raise NotFoundError."""

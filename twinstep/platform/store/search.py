@@ -196,26 +196,29 @@ class _Order:
 
 
 def _unindexed(wanted: JobFilter) -> Iterator[ColumnElement[bool]]:
+    spec = spec_of_run()
     if wanted.projects is not None:
         yield JobRow.project.in_(sorted(wanted.projects))
     if wanted.accelerators:
-        yield JobRow.spec["accelerator"]["kind"].as_string().in_(wanted.accelerators)
+        yield spec["accelerator"]["kind"].as_string().in_(wanted.accelerators)
     if wanted.backends:
-        yield JobRow.spec["compile"]["backend"].as_string().in_(wanted.backends)
+        yield spec["compile"]["backend"].as_string().in_(wanted.backends)
     if wanted.min_attempt > 1:
         yield RunRow.attempt >= wanted.min_attempt
-    spec = cast(JobRow.spec, Text)
+    written = cast(spec, Text)
     for word in wanted.text.replace("\0", " ").split()[:MAX_WORDS]:
         field = re.fullmatch(r"(?:[\w.]+\.)?(\w+)[=:](.+)", word)
         told = [f'"{field[1]}": {field[2]}', f'"{field[1]}": "{field[2]}'] if field else [word]
         places = [JobRow.name, JobRow.id] if not field else []
         yield or_(
             *(place.icontains(word, autoescape=True) for place in places),
-            *(spec.icontains(text, autoescape=True) for text in told),
+            *(written.icontains(text, autoescape=True) for text in told),
         )
 
 
-def count_states(connection: Connection) -> dict[RunState, int]:
-    """Return how many jobs are in each state; a state that no job is in is left out."""
+def count_states(connection: Connection, projects: frozenset[str] | None = None) -> dict[RunState, int]:
+    """Return how many jobs of these projects (None: of all) are in each state; a state that none is in is left out."""
     query = select(RunRow.state, func.count()).join(JobRow, newest_run()).group_by(RunRow.state)
+    if projects is not None:
+        query = query.where(JobRow.project.in_(sorted(projects)))
     return {RunState(state): count for state, count in connection.execute(query)}

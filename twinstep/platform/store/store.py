@@ -123,10 +123,10 @@ class Store:
         with self._database.read() as connection:
             return find_jobs(connection, wanted, sort=sort, limit=limit, cursor=cursor)
 
-    def count_jobs(self) -> dict[RunState, int]:
+    def count_jobs(self, projects: frozenset[str] | None = None) -> dict[RunState, int]:
         """Return how many jobs are in each state; a state that no job is in is left out."""
         with self._database.read() as connection:
-            return count_states(connection)
+            return count_states(connection, projects)
 
     # ---- runs ----
 
