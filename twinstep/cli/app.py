@@ -11,11 +11,12 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from twinstep.cli import cluster, explain, here, jobs, parity, up, webhooks
+from twinstep.cli import cluster, credentials, explain, here, jobs, parity, up, users, webhooks
 from twinstep.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_code, report_error
 from twinstep.spec.errors import TwinstepError
 
@@ -53,8 +54,17 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            help="File with the token to show, before the command; else TWINSTEP_TOKEN, else what `login` kept.",
+        ),
+    ] = None,
 ) -> None:
     """Train recommendation models from one job spec: submit it, follow it, or run it here."""
+    credentials.use_file(token_file)
 
 
 up.register(app)
@@ -64,6 +74,7 @@ cluster.register(app)
 parity.register(app)
 explain.register(app)
 webhooks.register(app)
+users.register(app)
 
 
 def run(argv: Sequence[str]) -> int:

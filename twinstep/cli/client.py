@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 import httpx
 
+from twinstep.cli.credentials import find_token
 from twinstep.cli.output import RemoteError, UnreachableError
 from twinstep.spec.address import web_address
 from twinstep.spec.errors import (
@@ -76,10 +77,19 @@ def _written_url(environ: Mapping[str, str]) -> str | None:
 class PlaneClient:
     """One control plane over HTTP. Use it as a context manager."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, token: str | None = None) -> None:
+        """`token` is what to show; None: the one that is found for the address, if any."""
         self.url = url
-        # No proxy from the environment: a control plane on loopback is not the proxy's.
-        self._http = httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False, follow_redirects=False)
+        token = token or find_token(url, os.environ)
+        # No proxy from the environment: a control plane on loopback is not the proxy's. No redirect: a token is for
+        # the address it was found for.
+        self._http = httpx.Client(
+            base_url=url,
+            timeout=TIMEOUT,
+            trust_env=False,
+            follow_redirects=False,
+            headers={"Authorization": f"Bearer {token}"} if token else None,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -89,7 +99,7 @@ class PlaneClient:
 
     def get(self, path: str, **params: Any) -> Any:
         """Return what GET `path` answers, as JSON."""
-        return self._ask("GET", path, params={key: value for key, value in params.items() if value is not None})
+        return self._ask("GET", path, params=_given(**params))
 
     def post(self, path: str, body: Any = None) -> Any:
         """Return what POST `path` answers, as JSON."""
@@ -99,12 +109,16 @@ class PlaneClient:
         """Ask with DELETE `path`; nothing is answered."""
         self._ask("DELETE", path)
 
-    def submit(self, spec: Any) -> dict[str, Any]:
+    def ask(self, method: str, path: str, *, body: Any = None, params: Mapping[str, Any] | None = None) -> Any:
+        """Return what a request is answered with, as JSON; None where there is nothing to say."""
+        return self._ask(method, path, json=body, params=params)
+
+    def submit(self, spec: Any, *, project: str | None = None) -> dict[str, Any]:
         """Submit a job; where the answer is lost on its way, ask again: the key lets no second job come of it."""
         key, job = {"Idempotency-Key": str(uuid.uuid4())}, None
         for wait in (*RETRY_S, None):
             try:
-                job = self._ask("POST", "/v1/jobs", json=spec, headers=key)
+                job = self._ask("POST", "/v1/jobs", json=spec, headers=key, params=_given(project=project))
                 break
             except UnreachableError as error:
                 if wait is None or isinstance(error.__cause__, httpx.ConnectError):
@@ -200,6 +214,10 @@ class PlaneClient:
             f"the control plane at {self.url} does not answer: {detail}",
             remedy="start one with `twinstep up`, or name another with --url or TWINSTEP_URL",
         )
+
+
+def _given(**params: Any) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if value is not None}
 
 
 def sse_lines(chunks: Iterable[str]) -> Iterator[str]:

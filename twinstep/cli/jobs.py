@@ -30,6 +30,10 @@ UrlOpt = Annotated[
     typer.Option("--url", metavar="URL", help="The control plane; else TWINSTEP_URL, else the one `up` started."),
 ]
 
+ProjectOpt = Annotated[
+    str | None, typer.Option("--project", envvar="TWINSTEP_PROJECT", metavar="NAME", help="The project.")
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
@@ -44,6 +48,7 @@ def register(app: typer.Typer) -> None:
 def submit(
     spec_path: SpecArg,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Watch the job until it ends.")] = False,
+    project: ProjectOpt = None,
     as_json: JsonOpt = False,
     url: UrlOpt = None,
 ) -> int:
@@ -52,7 +57,7 @@ def submit(
 
     spec = read_spec(spec_path)
     with PlaneClient(environ_url(url)) as plane:
-        job = plane.submit(spec.model_dump(mode="json"))
+        job = plane.submit(spec.model_dump(mode="json"), project=project)
         page = f"{plane.url}/jobs/{job['id']}"
         if as_json:
             print_json({"job": job, "url": page})
@@ -68,6 +73,7 @@ def submit(
 def ls(
     state: Annotated[RunState | None, typer.Option("--state", help="Only jobs in this state.")] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many, the newest first.")] = 50,
+    project: ProjectOpt = None,
     as_json: JsonOpt = False,
     url: UrlOpt = None,
 ) -> int:
@@ -75,7 +81,7 @@ def ls(
     from twinstep.cli.client import PlaneClient, environ_url
 
     with PlaneClient(environ_url(url)) as plane:
-        jobs = list(islice(plane.jobs(state=state.value if state else None, limit=limit), limit))
+        jobs = list(islice(plane.jobs(state=state.value if state else None, project=project, limit=limit), limit))
     if as_json:
         print_json({"jobs": jobs})
         return 0

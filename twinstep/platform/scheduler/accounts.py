@@ -16,8 +16,8 @@ from twinstep.platform.scheduler.projects import place
 from twinstep.platform.settings import Settings, is_loopback
 from twinstep.platform.store.audit import AuditLog
 from twinstep.platform.store.database import Database
-from twinstep.platform.store.entry import current_entry
-from twinstep.platform.store.users import Known, Project, Users, no_project
+from twinstep.platform.store.entry import Entry, current_entry, under_way
+from twinstep.platform.store.users import Known, Project, Token, Users, no_project
 from twinstep.spec.errors import Fault, ForbiddenError, NotFoundError, SpecError, UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.roles import (
@@ -228,6 +228,28 @@ class Accounts:
                 remedy="make one first: twinstep token create USER --admin --offline",
             )
         self.asks_for_login()
+
+
+def create_offline(
+    settings: Settings, user: str, *, role: Role, everywhere: bool, expires_at: float | None
+) -> tuple[Token, str]:
+    """Write a token into the database itself, whether or not a control plane runs on it; return it and its secret.
+
+    Raises:
+        UnavailableError: the data directory or the database cannot be used.
+        SpecError: no user can have this name.
+        ConflictError: it is the first one, and not an admin's.
+    """
+    check_name(user)
+    database = Database(settings.database)
+    try:
+        entry = Entry(actor=LOCAL_USER, action="token.create", data={"offline": True})
+        with under_way(entry):
+            return Users(database).create_token(
+                user, role=role, everywhere=everywhere, created_by=LOCAL_USER, expires_at=expires_at
+            )
+    finally:
+        database.close()
 
 
 def _principal(known: Known | None, by: By) -> Principal | None:

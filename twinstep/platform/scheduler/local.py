@@ -25,6 +25,9 @@ from twinstep.platform.scheduler.supervise import ending, write_json
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import Record
 
+SECRETS = frozenset({"TWINSTEP_TOKEN", "TWINSTEP_TOKEN_FILE", "TWINSTEP_BOOTSTRAP_TOKEN_FILE", "TWINSTEP_DATABASE_URL"})
+"""Of a control plane's environment, what is no worker's: its run's token is all it needs."""
+
 
 class LocalBackend:
     """Starts, watches and stops runs as processes of this machine."""
@@ -61,7 +64,7 @@ class LocalBackend:
             "max_seconds": spec.runtime.max_seconds,
             "stop_grace_seconds": spec.runtime.stop_grace_seconds,
         }
-        environment = os.environ | {
+        environment = {name: text for name, text in os.environ.items() if name not in SECRETS} | {
             RUN_MARK: run_id,
             "TWINSTEP_RUN_DIR": str(directory.path),
             "TWINSTEP_API_URL": self._api_url,
