@@ -283,9 +283,12 @@ def rest_api_page() -> str:
         NOTE,
         "# REST API",
         "",
-        "Served by `twinstep up` on loopback, without a login. `GET /openapi.json` is the whole OpenAPI document. "
-        "Bodies and answers are JSON; `POST /v1/jobs` takes YAML too (`application/yaml`). A request must come by a "
-        "loopback name, and from a page of the control plane's own where a browser sends it: 403 otherwise.",
+        "Served by `twinstep up`. `GET /openapi.json` is the whole OpenAPI document. A user's token, or the cookie "
+        "that `POST /v1/session` sets, is asked for off loopback, and on it once there is one "
+        "([Share a control plane](../howto/share-a-control-plane.md)); every answer has an `X-Request-Id`. "
+        "Bodies and answers are JSON; `POST /v1/jobs` takes YAML too (`application/yaml`). Without a token a request "
+        "must come by a name the control plane was told of, and from a page of the control plane's own "
+        "where a browser sends it: 403 otherwise.",
         "",
         "| method | path | does |",
         "|---|---|---|",
@@ -313,6 +316,17 @@ def _anchor(method: str, path: str) -> str:
     return "".join(kept).replace(" ", "-")
 
 
+def _who(operation: Schema) -> str:
+    """Return whom an operation is for."""
+    schemes = {scheme for each in operation["security"] for scheme in each}
+    if not schemes:
+        return "For anybody, without a token."
+    if "run_token" in schemes:
+        return "Asks for `Authorization: Bearer TOKEN`, the run's own token."
+    permission = operation.get("x-permission")
+    return f"Asks for the permission `{permission}`." if permission else ""
+
+
 def _operation(method: str, path: str, operation: Schema) -> Iterator[str]:
     yield f"## {method} {path}"
     yield ""
@@ -327,8 +341,8 @@ def _operation(method: str, path: str, operation: Schema) -> Iterator[str]:
         content = _linked(_type(next(iter(kinds.values()))["schema"]))
         yield f"Body: {content} as {' or '.join(f'`{kind}`' for kind in kinds)}."
         yield ""
-    if "security" in operation:
-        yield "Asks for `Authorization: Bearer TOKEN`, the run's own token."
+    if told := _who(operation):
+        yield told
         yield ""
     if parameters := operation.get("parameters"):
         yield "| parameter | in | type | default | limits | meaning |"

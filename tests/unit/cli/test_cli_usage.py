@@ -246,7 +246,7 @@ def test_every_command_and_error_code_is_in_the_manual() -> None:
     from twinstep.spec.errors import TwinstepError
 
     manual = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
-    for command in app.registered_commands:
+    for command in [*app.registered_commands, *app.registered_groups]:
         assert f"\n## {command.name}\n" in manual
     codes = {app_module.UsageFault.code, app_module.InternalFault.code, RemoteError.code, UnreachableError.code}
     for kind in TwinstepError.__subclasses__():

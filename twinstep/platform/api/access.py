@@ -16,6 +16,7 @@ from starlette.routing import compile_path
 from twinstep.platform import logs
 from twinstep.platform.scheduler.accounts import Principal
 from twinstep.platform.scheduler.service import Service
+from twinstep.platform.settings import Settings
 from twinstep.platform.store.entry import current_entry
 from twinstep.spec.errors import ForbiddenError, NotFoundError, TwinstepError
 from twinstep.spec.roles import Permission
@@ -85,8 +86,10 @@ ROUTES: dict[tuple[str, str], RouteAccess] = {
 _PUBLIC = [(method, compile_path(path)[0]) for (method, path), access in ROUTES.items() if access.who != "user"]
 
 
-def is_public(method: str, path: str) -> bool:
+def is_public(method: str, path: str, settings: Settings) -> bool:
     """Say whether a path is for those without a user's token: anybody, or workers with their run's."""
+    if path == "/metrics" and settings.open_metrics:
+        return True
     return any(method == its_method and pattern.fullmatch(path) for its_method, pattern in _PUBLIC)
 
 
@@ -122,6 +125,8 @@ async def authorize(request: Request) -> None:
         return
     service: Service = request.app.state.service
     principal = principal_of(request)
+    if is_public(request.method, request.url.path, service.settings):
+        return
     try:
         if job_id := params.get("job_id"):
             await run_in_threadpool(service.accounts.check_job, principal, access.permission, job_id)

@@ -102,7 +102,7 @@ class LoginGate:
         service: Service = scope["app"].state.service
         state: dict[str, Any] = scope.setdefault("state", {})
         method, path = scope.get("method", "GET"), scope["path"]
-        public = is_public(method, path) or path in OPEN_PAGES or (path == "/metrics" and service.settings.open_metrics)
+        public = is_public(method, path, service.settings) or path in OPEN_PAGES
         try:
             principal = None if public else await _who(scope, service)
         except TwinstepError as error:
