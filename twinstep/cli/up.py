@@ -11,7 +11,7 @@ import typer
 from twinstep.spec.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from twinstep.platform.settings import ClusterSettings
+    from twinstep.platform.settings import ClusterSettings, Settings
 
 PortOpt = Annotated[
     int | None, typer.Option("--port", "-p", min=0, max=65535, help="TCP port on loopback; 0 takes a free one.")
@@ -122,6 +122,16 @@ def up(
     return 0
 
 
+def stored_at(data_dir: str | None, database_url: str | None) -> Settings:
+    """Return settings that say where a control plane keeps what it knows, for commands that go there themselves."""
+    from twinstep.platform.settings import Settings, default_data_dir
+
+    return Settings(
+        data_dir=Path(data_dir) if data_dir else default_data_dir(os.environ),
+        database_url=database_url or os.environ.get("TWINSTEP_DATABASE_URL") or None,
+    )
+
+
 def _cluster(
     kubeconfig: str | None,
     context: str | None,
@@ -155,14 +165,9 @@ def _cluster(
 
 def migrate(data_dir: DataDirOpt = None, database_url: DatabaseOpt = None) -> int:
     """Bring the database's tables up to date, and end. `up` does it too; this is for rolling out replicas."""
-    from twinstep.platform.settings import Settings, default_data_dir
     from twinstep.platform.store.database import Database
 
-    settings = Settings(
-        data_dir=Path(data_dir) if data_dir else default_data_dir(os.environ),
-        database_url=database_url or os.environ.get("TWINSTEP_DATABASE_URL") or None,
-    )
-    database = Database(settings.database)
+    database = Database(stored_at(data_dir, database_url).database)
     print(f"the tables of {database.where} are up to date", flush=True)
     database.close()
     return 0

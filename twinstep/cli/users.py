@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
 
@@ -15,7 +14,7 @@ import typer
 from twinstep.cli.here import JsonOpt
 from twinstep.cli.jobs import UrlOpt
 from twinstep.cli.output import console, one_line, plain_table, print_json
-from twinstep.cli.up import DatabaseOpt, DataDirOpt
+from twinstep.cli.up import DatabaseOpt, DataDirOpt, stored_at
 from twinstep.spec.errors import AuthError, UnavailableError
 from twinstep.spec.roles import Role
 from twinstep.spec.words import DASH, clock
@@ -131,12 +130,8 @@ def _create_offline(
     wanted: Mapping[str, Any], days: int | None, data_dir: str | None, database_url: str | None
 ) -> dict[str, Any]:
     from twinstep.platform.scheduler.accounts import create_offline
-    from twinstep.platform.settings import Settings, default_data_dir
 
-    settings = Settings(
-        data_dir=Path(data_dir) if data_dir else default_data_dir(os.environ),
-        database_url=database_url or os.environ.get("TWINSTEP_DATABASE_URL") or None,
-    )
+    settings = stored_at(data_dir, database_url)
     expires_at = None if days is None else time.time() + days * 86400
     token, secret = create_offline(
         settings, wanted["user"], role=Role(wanted["role"]), everywhere=wanted["everywhere"], expires_at=expires_at
