@@ -56,6 +56,11 @@ EVENTS = (
     ("submitted", "user", "The job was stored.", "`to`"),
     ("state_changed", "scheduler, worker", "A run moved from one state to another.", "`from`, `to`"),
     ("restarted", "scheduler", "The cluster started a run's pods again before it had begun.", "`restarts`"),
+    ("retried", "user", "A new run was made that starts from the beginning.", "`to`, `attempt`, `after`"),
+    ("resumed", "user", "A new run was made that goes on from the one before.", "`to`, `attempt`, `after`"),
+    ("resized", "user", "A new run of another size was made; the one before stops.", "`to`, `attempt`, `after`"),
+    ("suspend_requested", "user", "Somebody asked for the run's nodes to be given back for now.", ""),
+    ("resume_requested", "user", "Somebody asked for a suspended run to go on.", ""),
     ("cancel_requested", "user", "Somebody asked for the job to stop.", ""),
     ("started", "worker", "The worker process is up; nothing is loaded yet.", "`versions`, `pid`, `threads`"),
     (

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakekube.kubelet import Ending
 from fakekube.server import FakeServer
 from fakekube.simulation import Simulation
 
+from twinstep.platform.scheduler.attempts import Resize
 from twinstep.platform.server import ControlPlane, assemble
 from twinstep.platform.settings import ClusterSettings, Settings
 from twinstep.spec.parse import validate_spec
@@ -96,3 +98,28 @@ def test_a_control_plane_that_comes_back_finds_its_runs_again(
         simulation.end(second.service.get_job(job_id).run_id)
         when(second, wait, job_id, S.SUCCEEDED)
         assert len(server.all("JobSet")) == 1
+
+
+def test_suspended_resumed_resized_and_tried_again(
+    plane: ControlPlane, server: FakeServer, simulation: Simulation, wait: Wait
+) -> None:
+    job_id = submit(plane)
+    verbs = plane.service.verbs
+    when(plane, wait, job_id, S.RUNNING)
+    verbs.suspend(job_id, actor="ada")
+    when(plane, wait, job_id, S.QUEUED)
+    wait(lambda: not simulation.pods())
+    verbs.resume(job_id, actor="ada")
+    when(plane, wait, job_id, S.RUNNING)
+    verbs.resize(job_id, Resize(topology="2x2x4"), actor="ada")
+    when(plane, wait, job_id, S.RUNNING)
+    first, second = plane.service.list_runs(job_id)
+    assert (first.state, len(simulation.pods(second.id))) == (S.CANCELLED, 4)
+    simulation.end(second.id, Ending(code=2))
+    when(plane, wait, job_id, S.FAILED, S.RESTARTING)
+    plane.service.cancel_job(job_id) if plane.service.get_job(job_id).state not in FINAL else None
+    when(plane, wait, job_id, *FINAL)
+    verbs.retry(job_id, actor="ada")
+    when(plane, wait, job_id, S.RUNNING)
+    assert [run.attempt for run in plane.service.list_runs(job_id)] == [1, 2, 3]
+    assert len(server.all("JobSet")) <= 2

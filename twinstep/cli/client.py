@@ -114,11 +114,18 @@ class PlaneClient:
         return self._ask(method, path, json=body, params=params)
 
     def submit(self, spec: Any, *, project: str | None = None) -> dict[str, Any]:
-        """Submit a job; where the answer is lost on its way, ask again: the key lets no second job come of it."""
+        """Submit a job, once."""
+        return self.post_once("/v1/jobs", spec, project=project)
+
+    def post_once(self, path: str, body: Any = None, **params: Any) -> dict[str, Any]:
+        """Ask for a job or a run to be made; where the answer is lost on its way, ask again.
+
+        The key that goes with it lets no second one come of that.
+        """
         key, job = {"Idempotency-Key": str(uuid.uuid4())}, None
         for wait in (*RETRY_S, None):
             try:
-                job = self._ask("POST", "/v1/jobs", json=spec, headers=key, params=_given(project=project))
+                job = self._ask("POST", path, json=body, headers=key, params=_given(**params))
                 break
             except UnreachableError as error:
                 if wait is None or isinstance(error.__cause__, httpx.ConnectError):

@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.routing import Match
 
 from twinstep import __version__
-from twinstep.platform.api import jobs, observe, sessions, stream, users, webhooks, workers
+from twinstep.platform.api import attempts, jobs, observe, sessions, stream, users, webhooks, workers
 from twinstep.platform.api.access import ROUTES, RouteAccess, authorize, check_table
 from twinstep.platform.api.gate import COOKIE, Audited, LoginGate
 from twinstep.platform.api.guard import OriginGuard
@@ -18,6 +18,7 @@ from twinstep.platform.api.limits import Failures
 from twinstep.platform.api.observe import Observed, RequestTimer
 from twinstep.platform.api.problems import FaultModel, MethodError, Problem, add_handlers, no_such_path, responses
 from twinstep.platform.api.sessions import Login
+from twinstep.platform.scheduler.attempts import Resize
 from twinstep.platform.scheduler.service import Readiness, Service
 from twinstep.platform.store.records import View
 from twinstep.spec.job import JobSpec
@@ -25,7 +26,7 @@ from twinstep.spec.report import ReportBatch
 
 _REF = "#/components/schemas/{model}"
 health = APIRouter(tags=["health"])
-_API = (jobs.router, stream.router, workers.router, sessions.router, users.router, webhooks.router)
+_API = (jobs.router, attempts.router, stream.router, workers.router, sessions.router, users.router, webhooks.router)
 _SCHEMES = {
     "token": {"type": "http", "scheme": "bearer", "description": "A user's token: twinstep token create."},
     "session": {"type": "apiKey", "in": "cookie", "name": COOKIE, "description": "What POST /v1/session sets."},
@@ -110,7 +111,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for model in (JobSpec, ReportBatch, Problem, FaultModel, Login, webhooks.NewWebhook, *users.BODIES):
+        for model in (JobSpec, ReportBatch, Problem, FaultModel, Login, Resize, webhooks.NewWebhook, *users.BODIES):
             schema = model.model_json_schema(ref_template=_REF)
             schemas.update(schema.pop("$defs", {}))
             schemas[model.__name__] = schema

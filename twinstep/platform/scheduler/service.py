@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from twinstep.platform.scheduler.accounts import Accounts
+from twinstep.platform.scheduler.attempts import Verbs
 from twinstep.platform.scheduler.cluster.connect import ClusterHealth
 from twinstep.platform.scheduler.explain import Explanation, explain
 from twinstep.platform.scheduler.render.render import RenderedRun
@@ -78,6 +79,8 @@ class Service:
         self.accounts = Accounts(store.database, settings)
         """Who may ask what; the methods here leave that to their callers."""
         self.webhooks = Webhooks(Outbox(store.database), Target(settings))
+        self.verbs = Verbs(store, settings, nudge=nudge)
+        """Retry, suspend, resume and resize."""
         self._store = store
         self._nudge = nudge
         self._age = reconciler_age

@@ -17,6 +17,7 @@ from twinstep.platform.store.moves import add_event, guarded_move
 from twinstep.platform.store.records import Workload
 from twinstep.platform.store.search import spec_of_run
 from twinstep.platform.store.tables import JobRow, RunRow
+from twinstep.platform.store.troubles import again
 from twinstep.spec.states import FINAL, LIVE, RunState
 
 ACTOR = "scheduler"
@@ -108,6 +109,7 @@ class ClusterRuns:
             return run.version + 1 if moved else None
         return self.note(run, reason=reason, **changes)
 
+    @again
     def note(self, run: ClusterRun, *, if_version: int | None = None, **changes: Any) -> int | None:
         """Write columns of a run that stays in its state; return its new version, None where another was first."""
         version = run.version if if_version is None else if_version
@@ -122,6 +124,7 @@ class ClusterRuns:
         self._changed(run.job_id)
         return version + 1
 
+    @again
     def advance(
         self, run: ClusterRun, path: Sequence[RunState], *, reason: str, changes: dict[str, Any] | None = None
     ) -> bool:
@@ -141,6 +144,7 @@ class ClusterRuns:
             self._changed(run.job_id)
         return moved is not None
 
+    @again
     def remark(self, remarks: Sequence[Remark]) -> None:
         """Say anew why runs are where they are; no change of state, so no new version. One transaction for all.
 

@@ -72,8 +72,8 @@ def known_job(connection: Connection, owner: str, key: str, submit: dict[str, An
         return None
     if row.digest != _digest(submit):
         raise ConflictError(
-            f"the Idempotency-Key {key!r} came with another spec or project before, for job {row.job_id}",
-            remedy="send a new key with a new spec, or the same spec with this one",
+            f"the Idempotency-Key {key!r} came with another request before, for job {row.job_id}",
+            remedy="send a new key with a new request, or the same request with this one",
         )
     return str(row.job_id)
 

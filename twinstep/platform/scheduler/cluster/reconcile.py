@@ -187,6 +187,7 @@ class ClusterReconciler(Passes):
                 asked, told = self._ask(run, action.do, now, lambda: self._cluster.delete(run.id, ref))
                 if asked is not None:
                     self._patience.hold(run.id, action.do, DELETE_AGAIN_S)
+                    self._patience.worked(run.id, ClusterDo.CONFIRM)  # from here on it may be gone at any time
                     self.nudge()
                 return told or _remark(run, action.reason, action.restarts, diagnosis)
             case ClusterDo.SUSPEND | ClusterDo.UNSUSPEND if ref is not None:

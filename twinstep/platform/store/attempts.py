@@ -1,0 +1,172 @@
+"""Further runs of a job, and the wish to suspend one: what retry, resume, resize and suspend write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from twinstep.platform.store.database import Database
+from twinstep.platform.store.ids import new_id
+from twinstep.platform.store.moves import add_event
+from twinstep.platform.store.submits import known_job, remember_key
+from twinstep.platform.store.tables import RunRow
+from twinstep.platform.store.troubles import again
+from twinstep.spec.errors import ConflictError
+from twinstep.spec.states import LIVE, RunState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewAttempt:
+    """A run that is to follow another one of its job."""
+
+    verb: str
+    """retried, resumed or resized: the name of its event."""
+    after: str
+    """The newest run, as whoever asks has seen it."""
+    version: int
+    """Of that run, then."""
+    spec: dict[str, Any] | None = None
+    """Its own; None: that of the run before."""
+    resumed_from: str | None = None
+    says: str = ""
+    """What is different, in a few words."""
+
+
+class Attempts:
+    """The runs of jobs, as the verbs of their users write them."""
+
+    def __init__(self, database: Database, *, changed: Callable[[str], None]) -> None:
+        """`changed` is told the id of each job about which something was written."""
+        self._database = database
+        self._changed = changed
+
+    @again
+    def known(self, job_id: str, *, actor: str, key: str, asked: dict[str, Any]) -> bool:
+        """Say whether this very request came before with this key.
+
+        Raises:
+            ConflictError: the key came with another request.
+        """
+        with self._database.read() as connection:
+            return known_job(connection, actor, key, {"job": job_id, **asked}) is not None
+
+    @again
+    def add(self, job_id: str, wanted: NewAttempt, *, actor: str, key: str | None, asked: dict[str, Any]) -> bool:
+        """Store a run; where the one before has not ended, ask it to stop in the same transaction.
+
+        Args:
+            key: the user's own, by which a request that is sent again is known; `asked` is what it asks.
+
+        Returns:
+            Whether it was stored now; False where the key had stored it before.
+
+        Raises:
+            ConflictError: the job was changed since it was looked at, or the key came with another request.
+        """
+        request = {"job": job_id, **asked}
+        try:
+            with self._database.write() as connection:
+                if key is not None and known_job(connection, actor, key, request) is not None:
+                    return False
+                _add(connection, job_id, wanted, actor=actor)
+                if key is not None:
+                    remember_key(connection, actor, key, request, job_id)
+        except IntegrityError:  # another writer stored the key or the attempt since they were looked for
+            if key is not None and self.known(job_id, actor=actor, key=key, asked=asked):
+                return False
+            raise _changed_meanwhile(job_id) from None
+        self._changed(job_id)
+        return True
+
+    @again
+    def wish(self, run_id: str, *, suspended: bool, actor: str) -> bool:
+        """Note, once, that a run is to be suspended, or may go on; False where it is so, or the run has ended."""
+        now = time.time()
+        column = RunRow.suspend_requested_at
+        query = (
+            update(RunRow)
+            .where(RunRow.id == run_id, RunRow.state.in_(sorted(LIVE)), RunRow.cancel_requested_at.is_(None))
+            .where(column.is_(None) if suspended else column.is_not(None))
+            .values(suspend_requested_at=now if suspended else None, version=RunRow.version + 1)
+            .returning(RunRow.job_id)
+        )
+        with self._database.write() as connection:
+            job_id = connection.execute(query).scalar_one_or_none()
+            if job_id is None:
+                return False
+            said = "to be suspended" if suspended else "to go on"
+            event = {"name": "suspend_requested"} if suspended else {"name": "resume_requested"}
+            add_event(
+                connection,
+                job_id=job_id,
+                run_id=run_id,
+                time=now,
+                actor=actor,
+                reason=f"{actor} asked for the run {said}",
+                data={},
+                **event,
+            )
+        self._changed(job_id)
+        return True
+
+
+def _add(connection: Connection, job_id: str, wanted: NewAttempt, *, actor: str) -> None:
+    columns = (RunRow.id, RunRow.version, RunRow.attempt, RunRow.state, RunRow.spec, RunRow.backend)
+    newest = connection.execute(
+        select(*columns).where(RunRow.job_id == job_id).order_by(RunRow.attempt.desc()).limit(1).with_for_update()
+    ).one()
+    if (newest.id, newest.version) != (wanted.after, wanted.version):
+        raise _changed_meanwhile(job_id)
+    now, run_id, attempt = time.time(), new_id("run"), newest.attempt + 1
+    stops = newest.state in LIVE
+    said = f"attempt {attempt}{wanted.says}"
+    if stops:
+        connection.execute(
+            update(RunRow)
+            .where(RunRow.id == newest.id, RunRow.cancel_requested_at.is_(None))
+            .values(cancel_requested_at=now, version=RunRow.version + 1)
+        )
+        add_event(
+            connection,
+            job_id=job_id,
+            run_id=newest.id,
+            time=now,
+            name="cancel_requested",
+            actor=actor,
+            reason=f"it makes room for {said}",
+            data={},
+        )
+    connection.execute(
+        insert(RunRow).values(
+            id=run_id,
+            job_id=job_id,
+            attempt=attempt,
+            backend=newest.backend,
+            spec=wanted.spec or newest.spec,
+            resumed_from=wanted.resumed_from,
+            state=RunState.PENDING,
+            reason=f"{wanted.verb} by {actor}; the scheduler has not looked at it yet",
+            version=1,
+            created_at=now,
+            acked_seq=0,
+        )
+    )
+    add_event(
+        connection,
+        job_id=job_id,
+        run_id=run_id,
+        time=now,
+        name=wanted.verb,
+        actor=actor,
+        reason=f"{actor} asked for {said}",
+        data={"to": RunState.PENDING, "attempt": attempt, "after": newest.id},
+    )
+
+
+def _changed_meanwhile(job_id: str) -> ConflictError:
+    return ConflictError(f"job {job_id} was changed meanwhile", remedy="look at it, and ask again if it is still due")
