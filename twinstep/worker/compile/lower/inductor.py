@@ -30,11 +30,13 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.accumulation import Left
 from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.inputs import device_of
 from twinstep.worker.compile.lookups import written_too_soon
 from twinstep.worker.compile.lower import bags
 from twinstep.worker.compile.lower.fused_updates import Updates
 from twinstep.worker.compile.lower.inductor_code import load_code, save_code
 from twinstep.worker.compile.lower.inductor_pieces import Pieces, Schedule, split
+from twinstep.worker.compile.lower.memory import give_back, keep_freed_memory
 from twinstep.worker.compile.partition import copy_graph, fold
 from twinstep.worker.compile.program import Collect
 from twinstep.worker.compile.stages import place
@@ -56,6 +58,8 @@ class InductorBackend:
         self._state = state
         self._in_place = in_place
         self._cache_dir = cache_dir
+        if device_of(state.live()).type == "cpu":
+            keep_freed_memory()
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """Return the table Inductor expects its graphs to be decomposed with."""
@@ -90,6 +94,7 @@ class InductorBackend:
             ) from error
         cached = counters["inductor"]["fxgraph_cache_hit"] - hits == len(codes)
         code, updates = Pieces(codes, schedule), Updates(cut.groups)
+        give_back()
         return InductorProgram(code, plan, updates, self._state, captured.constants, from_cache=cached)
 
     def _cut(self, captured: Captured) -> Cut:

@@ -32,6 +32,7 @@ from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower import xla_attention_cpu
 from twinstep.worker.compile.lower.bags import BAGS
 from twinstep.worker.compile.lower.layout import Layout, Specs, add_rows
+from twinstep.worker.compile.lower.memory import give_back, keep_freed_memory
 from twinstep.worker.compile.lower.tpu_graph import narrow
 from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
@@ -64,6 +65,9 @@ class XlaBackend:
     def __init__(
         self, state: TrainState, *, cache_dir: Path | None, in_place: bool = True, spread: Spread | None = None
     ) -> None:
+        # Before the first array is made: that starts XLA's threads.
+        if getattr(jax.config, "jax_platforms", None) == "cpu":
+            keep_freed_memory(large=True)
         self._live = state
         self.layout = Layout(spread or Spread())
         self._in_place = in_place
@@ -120,6 +124,7 @@ class XlaBackend:
         cached = cache_dir is not None and _cache_entries(cache_dir) == before and before > 0
         results: Any = captured.graph.graph.output_node().args[0]
         dtypes = [node.meta["val"].dtype for node in results[captured.num_state :]]
+        give_back()
         return XlaProgram(
             self,
             compiled,

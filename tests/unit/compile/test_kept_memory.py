@@ -1,0 +1,56 @@
+"""What a step frees is there for the next one, with no page faults; an allocator that the user set up is left alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+
+CHILD = """
+import resource
+from twinstep.worker.compile.lower.memory import give_back, keep_freed_memory
+import torch
+
+kept = keep_freed_memory(large=True)
+def steps():
+    for _ in range(5):
+        each = [torch.empty(size << 18).fill_(1) for size in (3, 5, 40)]  # MiB
+        del each
+steps()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+steps()
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+give_back()
+held = {line.split(":")[0]: int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("Vm")}
+print(kept, faults, held["VmHWM"] - held["VmRSS"])
+"""
+PAGES = 5 * (3 + 5 + 40) * 256
+
+
+def child(**environment: str) -> tuple[bool, int, int]:
+    """Return whether freed memory is kept, page faults of five steps, and the KiB that were given back after them."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    told = subprocess.run(
+        [sys.executable, "-c", CHILD], env=plain | environment, capture_output=True, text=True, check=True
+    )
+    kept, faults, back = told.stdout.split()
+    return kept == "True", int(faults), int(back)
+
+
+def test_freed_buffers_are_not_faulted_in_again_and_can_be_given_back() -> None:
+    kept, faults, back = child()
+    assert kept
+    assert faults < PAGES / 100
+    assert back > 40_000
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
+def test_an_allocator_that_the_user_set_up_is_left_as_it_is(name: str) -> None:
+    kept, faults, _ = child(**{name: "131072"})
+    assert not kept
+    assert faults > PAGES / 10
