@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import update
 
-from twinstep.platform.scheduler import rundir
+from twinstep.platform.scheduler import reconcile, rundir
 from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.scheduler.reconcile import Reconciler
 from twinstep.platform.settings import Settings, default_data_dir
@@ -277,3 +277,55 @@ def test_looking_again_at_what_is_settled_changes_nothing(planes, wait) -> None:
     for _ in range(5):
         plane.reconciler.run_once()
     assert (plane.store.run(job.run_id), plane.store.events(job.id)) == before
+
+
+def elsewhere(plane: Plane, settings: Settings, tmp_path: Path) -> Plane:
+    """Another control plane, with a data directory of its own, on the same database."""
+    return Plane(replace(settings, data_dir=tmp_path / "elsewhere", database_url=plane.settings.database))
+
+
+def test_of_two_control_planes_on_one_database_each_looks_after_the_runs_it_started(
+    planes, settings: Settings, tmp_path: Path, wait
+) -> None:
+    one = planes(parallel=2)
+    other = elsewhere(one, settings, tmp_path)
+    jobs = [one.store.create_job(JobSpec(name=f"reports-{2 + number}")) for number in range(4)]
+
+    def both_pass() -> bool:
+        one.reconciler.run_once()
+        other.reconciler.run_once()
+        return all(one.store.run(job.run_id).state in FINAL for job in jobs)
+
+    wait(both_pass)
+    runs = [one.store.run(job.run_id) for job in jobs]
+    assert {run.state for run in runs} == {RunState.SUCCEEDED}
+    assert [one.starts(run.id) + other.starts(run.id) for run in runs] == [1] * 4
+    assert {run.home for run in runs} <= {one.backend.home(), other.backend.home()}
+    assert one.backend.home() != other.backend.home()
+    other.close()
+
+
+def test_a_run_whose_control_plane_is_gone_can_still_be_given_up(
+    planes, settings: Settings, tmp_path: Path, monkeypatch
+) -> None:
+    one = planes()
+    other = elsewhere(one, settings, tmp_path)
+    run_id = one.store.create_job(JobSpec(name="reports-1")).run_id
+    for version, to in ((1, RunState.QUEUED), (2, RunState.STARTING)):
+        other.store.move(run_id, to=to, if_version=version, reason="", actor="scheduler", home=other.backend.home())
+    one.reconciler.run_once()
+    assert one.store.run(run_id).state is RunState.STARTING
+    one.store.request_cancel(run_id, actor="user")
+    one.reconciler.run_once()
+    assert one.store.run(run_id).state is RunState.STARTING
+    monkeypatch.setattr(reconcile, "GONE_S", -1.0)
+    one.reconciler.run_once()
+    assert (one.store.run(run_id).state, one.starts(run_id)) == (RunState.CANCELLED, 0)
+    other.close()
+
+
+def test_a_place_keeps_its_id(settings: Settings) -> None:
+    made = [LocalBackend(settings.runs_dir, command=(), api_url="") for _ in range(3)]
+    assert len({backend.home() for backend in made}) == 1
+    assert made[0].home()
+    assert [path.name for path in settings.runs_dir.iterdir()] == [".home"]

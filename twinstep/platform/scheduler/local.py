@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,22 @@ class LocalBackend:
         self._api_url = api_url
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._launches: dict[str, int] = {}
+        self._home: str | None = None
+
+    def home(self) -> str:
+        """Return the id of this place: of several control planes on one database, each looks after its own runs.
+
+        Made at the first call and kept beside the runs; whoever starts here again has it again.
+        """
+        if self._home is None:
+            path, new = self._runs_dir / ".home", self._runs_dir / f".home-{os.getpid()}"
+            self._runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new.write_text(secrets.token_hex(8))
+            with contextlib.suppress(FileExistsError):
+                os.link(new, path)  # whole or not at all, and never over one that is there
+            new.unlink()
+            self._home = path.read_text()
+        return self._home
 
     def run_dir(self, run_id: str) -> RunDir:
         """Return the run's directory."""

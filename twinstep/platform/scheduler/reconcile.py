@@ -20,6 +20,7 @@ from twinstep.platform.store.store import Store
 from twinstep.spec.job import JobSpec, RuntimeSpec
 from twinstep.spec.states import ACTIVE, RunState
 
+GONE_S = 300.0  # a run that another control plane was asked to stop so long ago, and that is silent, has nobody
 SILENCE_S = 5.0  # a worker that was not heard of for so long may not reach us: what it spooled is read instead
 ACTOR = "scheduler"
 _UNSEEN = Sight(seen=Seen.ABSENT)  # of a run that waits nothing is to be seen, however long the queue
@@ -48,7 +49,7 @@ class Reconciler(Passes):
 
     def run_once(self) -> None:
         """Look at every run that is not final, and do the one thing each needs."""
-        runs = self._store.live_runs(backend="local")
+        runs = [run for run in self._store.live_runs(backend="local") if self._ours(run)]
         held = sum(run.state in ACTIVE for run in runs)
         ahead, told = held, []
         for run in runs:
@@ -70,6 +71,19 @@ class Reconciler(Passes):
                         held += self._store.run(run.id).state in ACTIVE
         self._store.set_reasons([(run, reason) for run, reason in told if run.reason != reason])
         self.passed()
+
+    def _ours(self, run: Run) -> bool:
+        """Say whether a run is this control plane's to look after: one that waits is anybody's.
+
+        One of a control plane that is gone is given up when somebody asks for that, as nobody else ever would.
+        """
+        if run.home in (None, self._backend.home()) or run.state not in ACTIVE:
+            return True
+        asked, now = run.cancel_requested_at, time.time()
+        if asked is not None and min(now - asked, now - (run.heartbeat_at or asked)) > GONE_S:
+            reason = "cancelled; the control plane that started it has not stopped it, and its worker is silent"
+            self._move(run, RunState.CANCELLED, reason)
+        return False
 
     def _look_after(self, run: Run) -> None:
         spec = self._spec(run)
@@ -95,7 +109,8 @@ class Reconciler(Passes):
                     self.nudge()  # a free slot takes it at the next pass, which need not wait
             case Do.START if spec is not None:
                 token_hash = self._backend.prepare(run.id, spec)
-                if self._move(run, RunState.STARTING, "its worker is being started", token_hash=token_hash):
+                reason, home = "its worker is being started", self._backend.home()
+                if self._move(run, RunState.STARTING, reason, token_hash=token_hash, home=home):
                     self._backend.launch(run.id, spec)
             case Do.LAUNCH if spec is not None:
                 self._backend.launch(run.id, spec)
@@ -139,7 +154,9 @@ class Reconciler(Passes):
     def _spool(self, run_id: str) -> _Spool:
         return self._spools.setdefault(run_id, _Spool())
 
-    def _move(self, run: Run, to: RunState, reason: str, *, token_hash: str | None = None) -> bool:
+    def _move(
+        self, run: Run, to: RunState, reason: str, *, token_hash: str | None = None, home: str | None = None
+    ) -> bool:
         return self._store.move(
             run.id,
             to=to,
@@ -147,6 +164,7 @@ class Reconciler(Passes):
             reason=reason,
             actor=ACTOR,
             token_hash=token_hash,
+            home=home,
         )
 
 

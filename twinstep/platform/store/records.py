@@ -119,6 +119,8 @@ class Run(_Standing):
     """1 for the first start."""
     backend: str
     """Where it runs: local (this machine) or kubernetes."""
+    home: str | None = None
+    """Of a local run: the id of the data directory whose control plane started it, and alone looks after it."""
     spec: dict[str, Any] | None = None
     """The JobSpec of this attempt; null: the job's."""
     resumed_from: str | None = None

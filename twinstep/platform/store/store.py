@@ -178,6 +178,7 @@ class Store:
         reason: str,
         actor: str,
         token_hash: str | None = None,
+        home: str | None = None,
     ) -> bool:
         """Move a run to another state and write the event of it; False where somebody else was first.
 
@@ -185,7 +186,8 @@ class Store:
             StateError: the table of moves does not know this one; nothing is changed.
             NotFoundError: no such run.
         """
-        changes = {} if token_hash is None else {"token_hash": token_hash}
+        given = {"token_hash": token_hash, "home": home}
+        changes = {name: value for name, value in given.items() if value is not None}
         with self._database.write() as connection:
             job_id = guarded_move(
                 connection,

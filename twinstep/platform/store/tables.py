@@ -63,6 +63,8 @@ class RunRow(Base):
     cluster: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
     """The workload: null before anything was sent, without a uid before the cluster is known to have it."""
     diagnosis: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
+    home: Mapped[str | None] = mapped_column(String(32))
+    """The data directory whose control plane started it on its own machine."""
     token_hash: Mapped[str | None] = mapped_column(String(64))
     spare_token_hash: Mapped[str | None] = mapped_column(String(64))
     """Of the launch before, which may be the one whose token the pods have."""
