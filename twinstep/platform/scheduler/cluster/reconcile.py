@@ -182,7 +182,7 @@ class ClusterReconciler(Passes):
             case ClusterDo.LAUNCH:
                 return self._launch(run, now)
             case ClusterDo.ADOPT if evidence is not None and evidence.workload is not None and run.cluster is not None:
-                self._adopt(run, run.cluster, evidence.workload["metadata"]["uid"])
+                return self._complete(run, run.cluster, evidence.workload["metadata"]["uid"], now)
             case ClusterDo.DELETE if ref is not None:
                 asked, told = self._ask(run, action.do, now, lambda: self._cluster.delete(run.id, ref))
                 if asked is not None:
@@ -266,6 +266,20 @@ class ClusterReconciler(Passes):
             attempt=run.attempt,
             api_url=self._workers.api_url,
         )
+
+    def _complete(self, run: ClusterRun, workload: Workload, uid: str, now: _Pass) -> Remark | None:
+        """Adopt what an earlier launch made, and let it own what that launch left beside it.
+
+        Without a token: the pods have the one that was sent.
+        """
+        try:
+            objects = self._rendered(run).objects
+            made, told = self._ask(run, ClusterDo.ADOPT, now, lambda: self._cluster.apply(run.id, objects))
+        except (ConflictError, SpecError, ValidationError):
+            made, told = WorkloadRef(**workload.model_dump() | {"uid": uid}), None  # as it is; it may be on its way out
+        if made is not None:
+            self._adopt(run, workload, made.uid)
+        return told
 
     def _adopt(self, run: ClusterRun, workload: Workload, uid: str) -> None:
         """Write down that the cluster has a run's workload; take that back where the run has ended meanwhile."""
