@@ -130,8 +130,8 @@ def _phase(pod: Object) -> str:
 
 
 def _lost(pod: Object) -> bool:
-    """Say whether another pod may take this one's index."""
-    return going(pod) or _phase(pod) == "Failed"
+    """Say whether another pod may take this one's index: with a pod failure policy, once it has ended only."""
+    return _phase(pod) == "Failed"
 
 
 class JobSets:

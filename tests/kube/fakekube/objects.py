@@ -206,7 +206,8 @@ class Objects:
                 stored.owned = _took(old.owned, (manager, operation, subresource), before, now)
             if _same(now, before) and stored.owned == old.owned:
                 return copy.deepcopy(before)
-            if now["metadata"].get("deletionTimestamp") and not now["metadata"].get("finalizers"):
+            freed = before["metadata"].get("finalizers") and not now["metadata"].get("finalizers")
+            if now["metadata"].get("deletionTimestamp") and freed:
                 return self._drop(resource, stored, dry_run)
             return self._store("MODIFIED", resource, stored, before, dry_run)
 
@@ -312,7 +313,10 @@ class Objects:
                 for resource, each in found:
                     metadata = each["metadata"]
                     with contextlib.suppress(Refusal):  # deleting the one before may have taken it along
-                        self.delete(resource, metadata.get("namespace", ""), metadata["name"], uid=metadata["uid"])
+                        self.delete(
+                        resource, metadata.get("namespace", ""), metadata["name"], uid=metadata["uid"],
+                        propagation="Foreground" if self._awaited(each) else "",
+                    )  # fmt: skip
                         count += 1
             self._finish_foreground()
         return count
@@ -331,6 +335,11 @@ class Objects:
             ]  # fmt: skip
             if len(there) == len(waits):
                 yield BY_PATH[group, plural], stored.object
+
+    def _awaited(self, value: Object) -> bool:
+        """Say whether an owner that is being deleted waits for an object to be gone."""
+        owners = {each["uid"] for each in value["metadata"].get("ownerReferences") or ()}
+        return any(each.object["metadata"]["uid"] in owners for each in self._all.values())
 
     def _finish_foreground(self) -> None:
         for (group, plural, namespace, name), stored in list(self._all.items()):

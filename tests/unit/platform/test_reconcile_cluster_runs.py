@@ -11,6 +11,7 @@ import pytest
 from stand_in_cluster import StandInCluster
 
 from twinstep.platform.scheduler.cluster import reconcile
+from twinstep.platform.scheduler.cluster.lease import uptime
 from twinstep.platform.scheduler.cluster.patience import FIRST_S, LONGEST_S, Patience
 from twinstep.platform.scheduler.cluster.reconcile import ClusterReconciler, Workers
 from twinstep.platform.scheduler.service import Service
@@ -396,14 +397,30 @@ def test_a_run_that_took_too_long_is_stopped_and_says_its_limit(
     plane: Plane, cluster: StandInCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = plane.running(runtime={"max_seconds": 3600})
-    later = time.time() + 3601
+    later, passed = time.time() + 3601, uptime() + 3601
     monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.time.time", lambda: later)
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.uptime", lambda: passed)
     plane.passes(2)
     assert cluster.asked.count("delete") == 1
     cluster.collect()
     plane.passes(2)
     run = plane.run(job)
     assert (run.state, "runtime.max_seconds is 3600" in run.reason) == (S.FAILED, True)
+
+
+@pytest.mark.parametrize("jump", [90_000, -90_000])
+def test_a_clock_that_is_set_takes_no_runs_time(
+    plane: Plane, cluster: StandInCluster, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    job = plane.running(runtime={"max_seconds": 3600})
+    now, passed = time.time, uptime()
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.time.time", lambda: now() + jump)
+    plane.passes(2)
+    assert plane.run(job).state is S.RUNNING
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.time.time", lambda: now() + jump + 3601)
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.uptime", lambda: passed + 3601)
+    plane.passes(2)
+    assert cluster.asked.count("delete") == 1, "the time that has passed is counted still"
 
 
 def test_the_first_pod_that_failed_stands_in_the_reason_and_stays_when_it_is_gone(

@@ -18,7 +18,7 @@ from twinstep.platform.store.records import Workload
 from twinstep.platform.store.search import spec_of_run
 from twinstep.platform.store.tables import JobRow, RunRow
 from twinstep.platform.store.troubles import again
-from twinstep.spec.states import FINAL, LIVE, RunState
+from twinstep.spec.states import ACTIVE, FINAL, LIVE, RunState
 
 ACTOR = "scheduler"
 _COLUMNS = (
@@ -108,6 +108,14 @@ class ClusterRuns:
             moved = self.advance(run, [RunState.QUEUED], reason=reason, changes=changes)
             return run.version + 1 if moved else None
         return self.note(run, reason=reason, **changes)
+
+    @again
+    def clock_jumped(self, seconds: float) -> None:
+        """Move the moments since which runs are active along with a clock that was set: no time has gone by."""
+        active = RunRow.active_since.is_not(None) & RunRow.state.in_(sorted(ACTIVE)) & (RunRow.backend == "kubernetes")
+        query = update(RunRow).where(active).values(active_since=RunRow.active_since + seconds)
+        with self._database.write() as connection:
+            connection.execute(query)
 
     @again
     def note(self, run: ClusterRun, *, if_version: int | None = None, **changes: Any) -> int | None:

@@ -144,12 +144,16 @@ class KubeApi:
         return True
 
     def delete(self, kind: str, namespace: str, name: str, *, uid: str) -> bool:
-        """Delete an object of that uid and, after it, what it owns; False where it is not there (any more)."""
+        """Delete what an object of that uid owns, and then itself; False where it is not there (any more).
+
+        It is there as long as its pods are, which may take their time to save where they are: whoever comes after
+        them, to go on from there, must not come before they have.
+        """
         options = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
             "preconditions": {"uid": uid},
-            "propagationPolicy": "Background",
+            "propagationPolicy": "Foreground",
         }
         try:
             self._json("delete", KINDS[kind], KINDS[kind].path(namespace, name), body=options)

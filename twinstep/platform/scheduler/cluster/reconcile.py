@@ -9,6 +9,7 @@ then the workload's uid is stored. Who finds a name without a uid asks the clust
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -30,6 +31,7 @@ from twinstep.platform.scheduler.cluster.decide import (
 )
 from twinstep.platform.scheduler.cluster.diagnose import diagnose, words_of
 from twinstep.platform.scheduler.cluster.evidence import Evidence
+from twinstep.platform.scheduler.cluster.lease import uptime
 from twinstep.platform.scheduler.cluster.patience import Patience
 from twinstep.platform.scheduler.cluster.port import Cluster, WorkloadRef
 from twinstep.platform.scheduler.cluster.status import Finding, find
@@ -49,6 +51,7 @@ SETTLE_S = 3.0  # the mirror hears of what was just sent within that; asking bef
 DELETE_AGAIN_S = 15.0
 PASS_S = 5.0  # a pass that sends for longer goes on at the next one, so that others are looked at meanwhile
 MAX_IN_A_ROW = 3  # failures to reach the API server after which a pass asks no more
+JUMP_S = 10.0  # a clock that is set by less does no harm
 CONFLICT = "conflict"
 Answer = TypeVar("Answer")
 
@@ -97,15 +100,22 @@ class ClusterReconciler(Passes):
         self._workers = workers
         self._leads = leads
         self._patience = patience or Patience()
+        self._clocks = (time.time(), uptime())
         self._specs: dict[str, dict[str, Any]] = {}
         """Of live runs; a run's spec never changes."""
 
     def run_once(self) -> None:
         """Look at every live run of the cluster, and do the one thing each needs."""
+        jump = self._jump()
         if not self._leads():
             self._patience.keep_only(())
             self.passed()
             return
+        if jump:
+            log.warning(
+                "the clock was set %s by %.0f s; runs go on as they were", "ahead" if jump > 0 else "back", jump
+            )
+            self._runs.clock_jumped(jump)
         live = self._runs.live()
         ids = {run.id for run in live}
         self._patience.keep_only(ids)
@@ -118,6 +128,13 @@ class ClusterReconciler(Passes):
         if now.left:
             self.nudge()
         self.passed()
+
+    def _jump(self) -> float:
+        """Return by how many seconds the clock was set since the last pass; 0.0 where it was not."""
+        wall, steady = time.time(), uptime()
+        before, self._clocks = self._clocks, (wall, steady)
+        jump = (wall - before[0]) - (steady - before[1])
+        return jump if abs(jump) > JUMP_S else 0.0
 
     def _guarded(self, run: ClusterRun, now: _Pass) -> Remark | None:
         with about(run_id=run.id, job_id=run.job_id):
@@ -182,7 +199,7 @@ class ClusterReconciler(Passes):
             case ClusterDo.LAUNCH:
                 return self._launch(run, now)
             case ClusterDo.ADOPT if evidence is not None and evidence.workload is not None and run.cluster is not None:
-                return self._complete(run, run.cluster, evidence.workload["metadata"]["uid"], now)
+                return self._finish_launch(run, run.cluster, evidence.workload["metadata"]["uid"], now)
             case ClusterDo.DELETE if ref is not None:
                 asked, told = self._ask(run, action.do, now, lambda: self._cluster.delete(run.id, ref))
                 if asked is not None:
@@ -267,19 +284,15 @@ class ClusterReconciler(Passes):
             api_url=self._workers.api_url,
         )
 
-    def _complete(self, run: ClusterRun, workload: Workload, uid: str, now: _Pass) -> Remark | None:
-        """Adopt what an earlier launch made, and let it own what that launch left beside it.
-
-        Without a token: the pods have the one that was sent.
-        """
-        try:
+    def _finish_launch(self, run: ClusterRun, workload: Workload, uid: str, now: _Pass) -> Remark | None:
+        """Adopt what an earlier launch made, and let it own what that launch left beside it: else that would stay."""
+        with contextlib.suppress(ConflictError, SpecError, ValidationError):  # what is there is followed all the same
             objects = self._rendered(run).objects
-            made, told = self._ask(run, ClusterDo.ADOPT, now, lambda: self._cluster.apply(run.id, objects))
-        except (ConflictError, SpecError, ValidationError):
-            made, told = WorkloadRef(**workload.model_dump() | {"uid": uid}), None  # as it is; it may be on its way out
-        if made is not None:
-            self._adopt(run, workload, made.uid)
-        return told
+            made, told = self._ask(run, ClusterDo.LAUNCH, now, lambda: self._cluster.apply(run.id, objects))
+            if made is None:
+                return told
+        self._adopt(run, workload, uid)
+        return None
 
     def _adopt(self, run: ClusterRun, workload: Workload, uid: str) -> None:
         """Write down that the cluster has a run's workload; take that back where the run has ended meanwhile."""
