@@ -43,6 +43,7 @@ BENCHES = {
     "tpu": Bench("bench.tpu", "DLRMv3's step compiled for TPU slices by the TPU compiler: seconds, memory, traffic"),
     "sparse": Bench("bench.sparse", "a table of 1,000,000 × 64 by Adagrad: eager, its sparse gradients, ours"),
     "table-size": Bench("bench.table_size", "the same step with 2,000,000 and with 20,000 rows: time and memory"),
+    "api": Bench("bench.api", "what a control plane bears: submits, passes, followers, reports, charts, plans"),
     "quality": Bench("bench.quality", "held-out AUC and NE of the example job over seeds, beside baselines"),
 }
 

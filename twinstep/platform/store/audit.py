@@ -56,6 +56,9 @@ class AuditPage(View):
     """Give it as `before` for older ones; null at the end."""
 
 
+_NEW_ENTRY = insert(AuditRow)  # made once: the making of a statement takes longer than its execution
+
+
 def write_entry(connection: Connection, *, target: str, project: str | None = None, **data: Any) -> None:
     """Write the entry under way, as done, in the caller's transaction; nothing where none is, or it is written."""
     entry = current_entry()
@@ -63,7 +66,7 @@ def write_entry(connection: Connection, *, target: str, project: str | None = No
         return
     entry.target, entry.project = target, project or entry.project
     entry.data |= data
-    connection.execute(insert(AuditRow).values(**_row(entry, "done", "")))
+    connection.execute(_NEW_ENTRY, _row(entry, "done", ""))
     entry.written = True
 
 

@@ -15,6 +15,7 @@ from twinstep.spec.errors import NotFoundError
 from twinstep.spec.states import ACTIVE, FINAL, RunState, check_move
 
 log = logging.getLogger(__name__)
+_NEW_EVENT = insert(EventRow).returning(EventRow.id)
 
 
 def guarded_move(
@@ -113,7 +114,7 @@ def write_move(
 def add_event(connection: Connection, **values: Any) -> None:
     """Write one event, for each webhook that is to be told of it a place in the outbox, and where a user's request is
     under way its entry in the audit log."""
-    event_id: int = connection.execute(insert(EventRow).values(**values).returning(EventRow.id)).scalar_one()
+    event_id: int = connection.execute(_NEW_EVENT, values).scalar_one()
     put_in_outbox(connection, event_id, job_id=values["job_id"], name=values["name"], data=values["data"])
     write_entry(connection, target=values["job_id"])
     ids = {"job_id": values["job_id"], "run_id": values["run_id"]}

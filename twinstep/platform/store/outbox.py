@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, literal, or_, select, update
+from sqlalchemy import BigInteger, Connection, String, bindparam, delete, func, insert, literal, or_, select, update
 from sqlalchemy.orm import aliased
 
 from twinstep.platform.store.audit import write_entry
@@ -26,8 +26,13 @@ from twinstep.spec.states import RunState
 TYPES = (
     "job.submitted",
     *(f"run.{state.value}" for state in RunState),
-    "run.cancel_requested",
     "run.restarted",
+    "run.cancel_requested",
+    "run.suspend_requested",
+    "run.resume_requested",
+    "run.retried",
+    "run.resumed",
+    "run.resized",
 )
 """What a webhook may ask to be told of."""
 MAX_WEBHOOKS = 50
@@ -92,13 +97,21 @@ def type_of(name: str, data: dict[str, Any]) -> str:
     return f"run.{data['to'] if name == 'state_changed' else name}"
 
 
+_FILL = insert(OutboxRow).from_select(
+    ["webhook_id", "job_id", "event_id", "attempts", "due_at"],
+    select(
+        WebhookRow.id, bindparam("of_job", type_=String), bindparam("of_event", type_=BigInteger),
+        literal(0), literal(0.0),
+    ).where(
+        WebhookRow.disabled_at.is_(None),
+        or_(WebhookRow.types == "", func.replace(WebhookRow.types, bindparam("of_type"), "") != WebhookRow.types),
+    ),
+)  # fmt: skip
+
+
 def put_in_outbox(connection: Connection, event_id: int, *, job_id: str, name: str, data: dict[str, Any]) -> None:
     """Give an event a place for each webhook that wants its type, in the caller's transaction."""
-    wanted = or_(WebhookRow.types == "", WebhookRow.types.contains(f",{type_of(name, data)},", autoescape=True))
-    hooks = select(
-        WebhookRow.id, literal(job_id), literal(event_id), literal(0), literal(0.0)
-    ).where(WebhookRow.disabled_at.is_(None), wanted)  # fmt: skip
-    connection.execute(insert(OutboxRow).from_select(["webhook_id", "job_id", "event_id", "attempts", "due_at"], hooks))
+    connection.execute(_FILL, {"of_job": job_id, "of_event": event_id, "of_type": f",{type_of(name, data)},"})
 
 
 class Outbox:

@@ -38,6 +38,7 @@ from twinstep.spec.roles import DEFAULT_PROJECT, LOCAL_USER
 from twinstep.spec.states import LIVE, RunState
 
 _RUN_FIELDS = [getattr(RunRow, name) for name in Run.model_fields]
+_JOB = select_jobs().where(JobRow.id == bindparam("job_id"))
 
 
 class Store:
@@ -106,7 +107,7 @@ class Store:
     def job(self, job_id: str) -> JobDetail:
         """Return a job with its spec and the standing of its newest run, or raise NotFoundError."""
         with self._database.read() as connection:
-            row = connection.execute(select_jobs().where(JobRow.id == job_id)).one_or_none()
+            row = connection.execute(_JOB, {"job_id": job_id}).one_or_none()
         if row is None:
             raise NotFoundError(f"there is no job {job_id!r}", remedy="list the jobs: twinstep ls, or GET /v1/jobs")
         return JobDetail.model_validate(job_fields(row) | {"spec": row.spec})

@@ -11,7 +11,7 @@ import json
 import time
 from typing import Any
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, bindparam, insert, select
 
 from twinstep.platform.store.ids import new_id
 from twinstep.platform.store.moves import add_event
@@ -19,25 +19,33 @@ from twinstep.platform.store.tables import IdempotencyRow, JobRow, RunRow
 from twinstep.spec.errors import ConflictError
 from twinstep.spec.states import RunState
 
+# Made once: what a submit takes is mostly the making of its statements.
+_NEW_JOB = insert(JobRow)
+_NEW_RUN = insert(RunRow)
+_NEW_KEY = insert(IdempotencyRow)
+_KNOWN = select(IdempotencyRow.digest, IdempotencyRow.job_id).where(
+    IdempotencyRow.owner == bindparam("owner"), IdempotencyRow.key == bindparam("key")
+)
+
 
 def add_job(connection: Connection, name: str, spec: dict[str, Any], *, actor: str, project: str) -> str:
     """Write a job, its first run (`pending`) and the event of it; return the job's id."""
     now, job_id, run_id = time.time(), new_id("job"), new_id("run")
+    job = {"id": job_id, "name": name, "spec": spec, "created_at": now, "project": project, "submitted_by": actor}
+    connection.execute(_NEW_JOB, job)
     connection.execute(
-        insert(JobRow).values(id=job_id, name=name, spec=spec, created_at=now, project=project, submitted_by=actor)
-    )
-    connection.execute(
-        insert(RunRow).values(
-            id=run_id,
-            job_id=job_id,
-            attempt=1,
-            backend=backend_of(spec),
-            state=RunState.PENDING,
-            reason="submitted; the scheduler has not looked at it yet",
-            version=1,
-            created_at=now,
-            acked_seq=0,
-        )
+        _NEW_RUN,
+        {
+            "id": run_id,
+            "job_id": job_id,
+            "attempt": 1,
+            "backend": backend_of(spec),
+            "state": RunState.PENDING,
+            "reason": "submitted; the scheduler has not looked at it yet",
+            "version": 1,
+            "created_at": now,
+            "acked_seq": 0,
+        },
     )
     add_event(
         connection,
@@ -63,11 +71,7 @@ def known_job(connection: Connection, owner: str, key: str, submit: dict[str, An
     Raises:
         ConflictError: it came with another spec, or for another project.
     """
-    row = connection.execute(
-        select(IdempotencyRow.digest, IdempotencyRow.job_id).where(
-            IdempotencyRow.owner == owner, IdempotencyRow.key == key
-        )
-    ).one_or_none()
+    row = connection.execute(_KNOWN, {"owner": owner, "key": key}).one_or_none()
     if row is None:
         return None
     if row.digest != _digest(submit):
@@ -80,11 +84,8 @@ def known_job(connection: Connection, owner: str, key: str, submit: dict[str, An
 
 def remember_key(connection: Connection, owner: str, key: str, submit: dict[str, Any], job_id: str) -> None:
     """Write the key of a job that was just stored."""
-    connection.execute(
-        insert(IdempotencyRow).values(
-            owner=owner, key=key, digest=_digest(submit), job_id=job_id, created_at=time.time()
-        )
-    )
+    row = {"owner": owner, "key": key, "digest": _digest(submit), "job_id": job_id, "created_at": time.time()}
+    connection.execute(_NEW_KEY, row)
 
 
 def _digest(submit: dict[str, Any]) -> str:
