@@ -32,7 +32,7 @@ from twinstep.platform.scheduler.reconcile import Reconciler
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.scheduler.supervise import write_json
 from twinstep.platform.scheduler.webhooks import Messenger, Target
-from twinstep.platform.settings import Settings
+from twinstep.platform.settings import Settings, is_loopback
 from twinstep.platform.store.outbox import Outbox
 from twinstep.platform.store.store import Store
 from twinstep.spec.errors import UnavailableError
@@ -150,6 +150,8 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 timeout_graceful_shutdown=_GRACE_S,
                 server_header=False,
+                # Whoever reaches it from afar is kept to 64 KiB of headers; the quicker parser holds whatever comes.
+                http="auto" if is_loopback(plane.settings.host) else "h11",
                 proxy_headers=False,  # where a request came from is what the audit log and the limits go by
             )
         )

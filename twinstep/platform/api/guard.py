@@ -62,8 +62,8 @@ def _foreign(scope: Scope) -> str | None:
     if scope["path"] in PROBED and service.accounts.knows():
         return None
     host = headers.get("host", "")
-    if len(headers.getlist("host")) > 1:
-        return "the request names two hosts"
+    if len(headers.getlist("host")) > 1 or len(headers.getlist("origin")) > 1:
+        return "the request names two hosts, or two pages that it came from"
     name = _name_of(host)
     # A page that rebinds its own name has no token of ours to send, so whatever is sent with one is no page's. Where
     # no login is asked for there is no such proof.

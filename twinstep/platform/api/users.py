@@ -18,9 +18,10 @@ from twinstep.platform.store.audit import AuditPage, Outcome
 from twinstep.platform.store.records import View
 from twinstep.platform.store.users import Member, Project, Token
 from twinstep.spec.accelerator import IMAGE, LABEL_VALUE
-from twinstep.spec.roles import Role
+from twinstep.spec.roles import NAME, NAME_MAX, Role
 
 router = APIRouter(prefix="/v1", tags=["users"])
+UserName = Annotated[str, Field(min_length=1, max_length=NAME_MAX, pattern=NAME)]
 Label = Annotated[str, Field(max_length=63, pattern=LABEL_VALUE)]
 
 
@@ -28,7 +29,7 @@ class NewToken(View):
     """A token to be made."""
 
     model_config = ConfigDict(extra="forbid")
-    user: str = Field(max_length=200)
+    user: UserName
     """Whose it is: 1 to 32 letters, digits and `. _ @ + -`."""
     role: Role = Role.SUBMITTER
     """The most it allows."""
@@ -196,7 +197,9 @@ def list_members(service: Asked, project: str) -> MemberList:
     responses=responses(404, 413, 415),
     summary="Set a member",
 )
-def set_member(service: Asked, project: str, user: str, wanted: Annotated[NewMember, Depends(member_in)]) -> Member:
+def set_member(
+    service: Asked, project: str, user: UserName, wanted: Annotated[NewMember, Depends(member_in)]
+) -> Member:
     """Make a user a member of a project, or give a member another role. The user need not have a token yet."""
     check_name(user)
     return service.accounts.users.set_member(project, user, wanted.role)
