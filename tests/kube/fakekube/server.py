@@ -21,7 +21,7 @@ import yaml
 from aiohttp import web
 from kmock import KubernetesScaffold, Request
 
-from .api import Api
+from .api import ADMIN_TOKEN, Api
 from .faults import Faults
 from .logs import Logs
 from .objects import Objects
@@ -73,6 +73,8 @@ class FakeServer:
         self.faults = Faults()
         self.api = Api(self.objects, self.logs, self.faults, token=TOKEN, bookmark_seconds=bookmark_seconds)
         self.kubeconfig = directory / "kubeconfig.yaml"
+        self.admin = directory / "admin.yaml"
+        """The kubeconfig of an admin, whose rights are not limited."""
         self.port = 0
         self._handlers: list[_Handler] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -94,7 +96,8 @@ class FakeServer:
         self._thread.start()
         self.port = ready.result(timeout=20)
         self.kubeconfig.parent.mkdir(parents=True, exist_ok=True)
-        self.kubeconfig.write_text(yaml.safe_dump(self._config()))
+        self.kubeconfig.write_text(yaml.safe_dump(self._config(TOKEN)))
+        self.admin.write_text(yaml.safe_dump(self._config(ADMIN_TOKEN)))
 
     def stop(self) -> None:
         """Answer no more: connections are closed, and new ones refused."""
@@ -185,12 +188,12 @@ class FakeServer:
             self.api.close_watches("")
             await runner.cleanup()
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self, token: str) -> dict[str, Any]:
         return {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "fake",
             "clusters": [{"name": "fake", "cluster": {"server": self.url}}],
-            "users": [{"name": "twinstep", "user": {"token": TOKEN}}],
+            "users": [{"name": "twinstep", "user": {"token": token}}],
             "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "twinstep", "namespace": "default"}}],
         }
