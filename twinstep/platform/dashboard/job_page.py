@@ -24,12 +24,19 @@ from twinstep.platform.dashboard.parts import (
     summary_rows,
 )
 from twinstep.platform.dashboard.reader import Reader
+from twinstep.platform.dashboard.run_parts import SHOWN_RUNS, Documents, Hosts, Timeline, Why
+from twinstep.platform.dashboard.timeline import stretches
 from twinstep.platform.dashboard.views import EventLine, JobWithRuns, LogPiece
+from twinstep.platform.scheduler.explain import SILENT_S, Explanation
 from twinstep.platform.store.records import MetricSeries
 from twinstep.spec.errors import NotFoundError, TwinstepError
 from twinstep.spec.words import clock
 
 REFRESH_SECONDS = 1.0
+WAITS_S = 5.0  # a job that waits for no longer than this needs no explanation
+EXPLAIN_EVERY_S = 5.0
+MAX_PAST = 2000
+TIMED = ("state_changed", "compiled", "recompiled")
 FINAL_EVERY = 5  # a job that ended is looked at every fifth time: late reports, another run
 
 
@@ -41,8 +48,8 @@ class _Read(NamedTuple):
     events: list[EventLine]
     event_at: int
     log: LogPiece | None
-    next_step: str
-    """What to do about a job that has failed."""
+    why: Explanation | None
+    """Why it does not run well; None where it does."""
 
 
 class JobScreen:
@@ -51,6 +58,9 @@ class JobScreen:
     def __init__(self, reader: Reader, detail: JobWithRuns) -> None:
         self.reader, self.job_id = reader, detail.row.id
         self.run_id, self.log_at, self.event_at, self.ticks = "", -1, 0, 0
+        self.past: list[EventLine] = []
+        """What the times of its runs follow from."""
+        self.explained: tuple[tuple[str, str, int], Explanation] | None = None
         self.compile_s: dict[str, float] = {}
         """Seconds of compiling by run, summed from events until the summary says it."""
         self.row = detail.row
@@ -58,19 +68,28 @@ class JobScreen:
         self.reading = asyncio.Lock()
         with theme.frame(user=reader.user):
             self._head(detail)
-            self.reason = theme.text("", "tw-reason tw-hide").mark("reason")
-            self.next_step = theme.text("", "tw-next tw-dim tw-hide").mark("next-step")
+            self.stale = theme.text("", "tw-reason tw-hide")
+            self.why = Why()
             self.facts = Facts()
             self.charts = Charts(self.refresh)
+            self.timeline = Timeline()
             with theme.div("tw-two"):
-                with theme.card("Summary", note="held-out scores beside the baselines'"):
-                    self.no_summary = theme.text("Shown when the run has ended well.", "tw-dim tw-small tw-note")
-                    self.summary = Table("tw-kv")
+                with theme.div("tw-stack"):
+                    self.hosts = Hosts()
+                    with theme.card("Summary", note="held-out scores beside the baselines'"):
+                        self.no_summary = theme.text("Shown when the run has ended well.", "tw-dim tw-small tw-note")
+                        self.summary = Table("tw-kv")
                 self.events = Events()
                 self.log = LogTail()
-                self._spec(detail)
+                self.documents = Documents(self._document, [run.number for run in detail.runs])
                 with theme.card("Runs", note="newest first"):
                     self.runs = Table("tw-runs")
+
+    async def _document(self, number: int, kind: str) -> str:
+        try:
+            return await asyncio.to_thread(self.reader.document, self.job_id, number, kind)
+        except TwinstepError as error:
+            return f"# {error}"
 
     def _head(self, detail: JobWithRuns) -> None:
         row = detail.row
@@ -79,7 +98,7 @@ class JobScreen:
                 with theme.div("tw-job-title"):
                     theme.tag("h1", row.name, "tw-h1")
                     self.chip = theme.Chip(row.state)
-                about = f"{row.model} · {row.dataset} · {row.backend} · submitted {clock(row.created)}"
+                about = f"{row.machine} · {row.model} · {row.dataset} · {row.backend} · submitted {clock(row.created)}"
                 theme.text(row.id, "tw-mono tw-dim")
                 theme.text(about, "tw-dim tw-small")
             self.cancel = theme.button("Cancel", "tw-btn-bad").mark("cancel")
@@ -95,17 +114,6 @@ class JobScreen:
                 theme.button("Cancel the job", "tw-btn-fill").on("click", self._cancel).mark("confirm")
         self.dialog = dialog
         self.cancel.on("click", dialog.open)
-
-    def _spec(self, detail: JobWithRuns) -> None:
-        with theme.card("Spec", note="defaults filled in") as right:
-            with right:
-                theme.button("Copy", "tw-btn-small").on("click", lambda: self._copy(detail.spec_yaml)).mark("copy")
-            theme.text(detail.spec_yaml, "tw-yaml").mark("spec")
-
-    @staticmethod
-    def _copy(text: str) -> None:
-        ui.clipboard.write(text)
-        ui.notify("Spec copied", position="bottom", timeout=1500)
 
     async def _cancel(self) -> None:
         self.dialog.close()
@@ -126,11 +134,12 @@ class JobScreen:
                 # The log comes once the browser is there: it scrolls to its end when lines are added to it.
                 read = await asyncio.to_thread(self._read, with_log=tick > 0)
             except Exception as error:
-                self.reason.set_text(f"Not refreshed: {error}")
-                theme.show(self.reason, True)
+                self.stale.set_text(f"Not refreshed: {error}")
+                theme.show(self.stale, True)
                 return
             if not self.runs.root.is_deleted:  # the browser has not gone
                 self._show(read)
+                await self.documents.set_runs([run.number for run in read.detail.runs])
 
     def _read(self, *, with_log: bool) -> _Read:
         """Read the job and what follows the cursors. In a thread of its own: touches no element, moves no cursor."""
@@ -139,8 +148,20 @@ class JobScreen:
         events, event_at = self.reader.events(self.job_id, after=self.event_at)
         log_at = self.log_at if detail.run_id == self.run_id else -1
         log = self.reader.log(self.job_id, detail.run_id, at=log_at) if with_log else None
-        next_step = self.reader.next_step(self.job_id) if detail.row.state == "failed" else ""
-        return _Read(detail, series, events, event_at, log, next_step)
+        return _Read(detail, series, events, event_at, log, self._explained(detail))
+
+    def _explained(self, detail: JobWithRuns) -> Explanation | None:
+        """Return why a job does not run well; asked for now and then while nothing else changes."""
+        row, now = detail.row, time.time()
+        silent = detail.heard is not None and now - detail.heard > SILENT_S
+        waits = row.state in ("pending", "queued", "starting", "restarting") and now - row.created > WAITS_S
+        if not (row.state == "failed" or waits or (row.state == "running" and silent)):
+            self.explained = None
+            return None
+        asked = (row.state, row.reason, int(now / EXPLAIN_EVERY_S) if not row.final else 0)
+        if self.explained is None or self.explained[0] != asked:
+            self.explained = asked, self.reader.explain(self.job_id)
+        return self.explained[1]
 
     def _series(self, run_id: str) -> dict[str, MetricSeries]:
         """Read each chart's lines, those that are looked at closely in the stretch that is looked at."""
@@ -162,10 +183,8 @@ class JobScreen:
         self.chip.set(row.state)
         theme.enable(self.cancel, not row.final and not row.cancel_requested)
         self.cancel.set_text("Cancelling…" if row.cancel_requested and not row.final else "Cancel")
-        self.reason.set_text(row.reason)
-        theme.show(self.reason, row.state == "failed" and bool(row.reason))
-        self.next_step.set_text(f"Next: {read.next_step}")
-        theme.show(self.next_step, bool(read.next_step))
+        theme.show(self.stale, False)
+        self.why.set(read.why, bad=row.state == "failed")
         summary = detail.summary or {}
         nes = read.series["eval/ne"].means if "eval/ne" in read.series else []
         for event in events:
@@ -174,14 +193,18 @@ class JobScreen:
         compile_s = summary.get("compile_s", self.compile_s.get(self.run_id))
         self.facts.update(row, compile_s=compile_s, ne=summary.get("ne", nes[-1] if nes else None), now=now)
         self.charts.update(read.series)
-        self.events.add(events)
+        self.events.add(events, {run.id: run.number for run in detail.runs})
+        self.hosts.set(detail.hosts)
+        self.past += [event for event in events if event.name in TIMED][-MAX_PAST:]
+        runs = detail.runs[-SHOWN_RUNS:]
+        self.timeline.set([(f"Run {run.number}", stretches(run, self.past, now=now)) for run in reversed(runs)])
         if read.log is not None:
             self.log_at = read.log.next
             self.log.add(read.log.text, skipped=read.log.skipped, flush=row.final and read.log.at_end)
         theme.show(self.no_summary, detail.summary is None)
         if detail.summary is not None:
             self.summary.set(("", ""), summary_rows(detail.summary))
-        self.runs.set(("", "State", "Run", "Duration", "Reason"), run_rows(detail.runs, now=now))
+        self.runs.set(("", "State", "Run", "Duration", "Restarts", "Reason"), run_rows(detail.runs, now=now))
 
 
 async def build(reader: Reader, job_id: str) -> None:
@@ -197,6 +220,7 @@ async def build(reader: Reader, job_id: str) -> None:
     ui.page_title(f"{detail.row.name} · Twinstep")
     page = JobScreen(reader, detail)
     await page.refresh()
+    await page.documents.show()
     ui.timer(REFRESH_SECONDS, page.refresh, immediate=False)
 
 

@@ -129,32 +129,69 @@ class Charts:
             self.plots[chart].set([Curve() if each is None else curve(each, Scale()) for each in found])
 
 
+EVENT_KINDS = {"": "all", "state": "states", "compile": "compiles", "user": "by people", "worker": "by the worker"}
+
+
 class Events:
-    """The newest events, newest on top."""
+    """The newest events, newest on top, under a heading for each run and each restart within it."""
 
     def __init__(self) -> None:
-        with theme.card("Events", note="newest first"):
+        self.groups: list[ui.element] = []
+        self.key: tuple[str, int] | None = None
+        self.restarts = 0
+        with theme.card("Events", note="newest first") as right:
+            with right:
+                theme.select("Show", EVENT_KINDS, "", self._only)
             self.none = theme.text("Nothing has happened yet", "tw-dim tw-small tw-note")
             with theme.div("tw-events-box"):
-                self.body = theme.div("tw-events").mark("events")
+                self.body = theme.div("tw-events").props('tabindex="0"').mark("events")
 
-    def add(self, events: Sequence[EventLine]) -> None:
-        """Put events, oldest first, on top of those shown; the oldest beyond the limit go."""
+    def _only(self, kind: str) -> None:
+        # Which are shown is the style sheet's: nothing is read or sent again.
+        self.body.props["data-only"] = kind if kind in EVENT_KINDS else ""
+
+    def add(self, events: Sequence[EventLine], numbers: Mapping[str, int]) -> None:
+        """Put events, oldest first, on top of those shown; the oldest beyond the limit go.
+
+        Args:
+            numbers: of the job's runs, by id.
+        """
         if events:
             theme.show(self.none, False)
         for event in events[-MAX_EVENTS:]:
-            with self.body:
-                self._line(event).move(self.body, target_index=0)
-        children = self.body.default_slot.children
-        while len(children) > MAX_EVENTS:
-            self.body.remove(children[-1])
+            group = self._group(event, numbers)
+            with group:
+                self._line(event).move(group, target_index=1)
+        left = MAX_EVENTS
+        for group in reversed(list(self.groups)):
+            children = group.default_slot.children
+            while len(children) > max(left, 0) + 1:
+                group.remove(children[-1])
+            left -= len(children) - 1
+            if len(children) == 1:
+                self.groups.remove(group)
+                group.delete()
+
+    def _group(self, event: EventLine, numbers: Mapping[str, int]) -> ui.element:
+        """Return where an event stands: a new run, or a restart of it, begins a group on top."""
+        begun = (event.run_id, self.restarts) if self.key is None or self.key[0] == event.run_id else (event.run_id, 0)
+        if event.data.get("to") == "restarting":
+            begun = (event.run_id, begun[1] + 1)
+        if begun != self.key:
+            self.key, self.restarts = begun, begun[1]
+            with self.body, theme.div("tw-event-group") as group:
+                number = numbers.get(event.run_id)
+                name = f"Run {number}" if number else "Job"
+                theme.text(name + (f", restart {begun[1]}" if begun[1] else ""), "tw-event-run")
+            group.move(self.body, target_index=0)
+            self.groups.append(group)
+        return self.groups[-1]
 
     @staticmethod
     def _line(event: EventLine) -> ui.element:
-        with theme.div(f"tw-event {event_class(event)}") as line:
-            theme.text(clock(event.time, "%H:%M:%S"), "tw-dim tw-small tw-num").tooltip(
-                clock(event.time, "%Y-%m-%d %H:%M:%S %Z")
-            )
+        with theme.div(f"tw-event {event_class(event)} tw-by-{event_kind(event)}") as line:
+            stamp = theme.text(clock(event.time, "%H:%M:%S"), "tw-dim tw-small tw-num")
+            theme.with_props(stamp, title=clock(event.time, "%Y-%m-%d %H:%M:%S %Z"))
             theme.div("tw-event-dot")
             with theme.div():
                 theme.text(event_title(event), "tw-event-name")
@@ -163,6 +200,15 @@ class Events:
                 if event.actor:
                     theme.text(f"by {event.actor}", "tw-dim tw-small")
         return line
+
+
+def event_kind(event: EventLine) -> str:
+    """Return which of `EVENT_KINDS` an event is of."""
+    if event.name == "state_changed":
+        return "state"
+    if event.name.startswith(_COMPILES):
+        return "compile"
+    return "worker" if event.actor == "worker" else "other" if event.actor == "scheduler" else "user"
 
 
 def event_title(event: EventLine) -> str:
@@ -273,9 +319,9 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def run_rows(runs: Sequence[RunLine], *, now: float) -> list[tuple[str, ...]]:
-    """Return the runs, the newest first: number, state, run id, duration, reason."""
+    """Return the runs, the newest first: number, state, run id, duration, restarts, reason."""
     rows: list[tuple[str, ...]] = []
     for run in reversed(runs[-50:]):
         took = None if run.started is None else (run.ended if run.ended is not None else now) - run.started
-        rows.append((str(run.number), run.state, run.id, duration(took), cut(run.reason, 300)))
+        rows.append((str(run.number), run.state, run.id, duration(took), str(run.restarts), cut(run.reason, 300)))
     return rows

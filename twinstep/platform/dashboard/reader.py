@@ -14,13 +14,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from pydantic import ValidationError
+
+from twinstep.platform.dashboard.hosts import grid
 from twinstep.platform.dashboard.views import EventLine, JobLine, JobLines, JobWithRuns, LogPiece, RunLine
 from twinstep.platform.scheduler.accounts import LOCAL, Principal
+from twinstep.platform.scheduler.explain import Explanation
+from twinstep.platform.scheduler.render.render import render
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.entry import Entry, under_way
 from twinstep.platform.store.records import Job, MetricSeries
 from twinstep.platform.store.search import JobFilter, JobSort
-from twinstep.spec.errors import AuthError, ConflictError, TwinstepError
+from twinstep.spec.errors import AuthError, ConflictError, NotFoundError, TwinstepError
+from twinstep.spec.job import JobSpec
 from twinstep.spec.roles import Permission
 from twinstep.spec.text import dump_yaml
 
@@ -132,18 +138,51 @@ class Reader:
                     number=run.attempt,
                     state=run.state.value,
                     reason=run.reason,
+                    created=run.created_at,
                     started=run.started_at,
                     ended=run.finished_at,
+                    restarts=run.restarts,
                 )
                 for run in runs
             ),
+            hosts=grid(runs[-1], job.spec["accelerator"], (), now=time.time()),
+            heard=job.heartbeat_at,
             summary=job.summary.model_dump(mode="json") if job.summary is not None else None,
         )
 
-    def next_step(self, job_id: str) -> str:
-        """Return what to do about a job; empty where nothing is to be done, or no job is there."""
+    def explain(self, job_id: str) -> Explanation:
+        """Return why a job is where it is, and what to do about it."""
         self._check(job_id)
-        return self._service.explain_job(job_id).next_step
+        return self._service.explain_job(job_id)
+
+    def document(self, job_id: str, number: int, kind: str) -> str:
+        """Return a run's spec, or the manifests it is in a cluster, as YAML; in words why there are none.
+
+        Raises:
+            NotFoundError: no such job, or no such run of it.
+        """
+        self._check(job_id)
+        job = self._service.get_job(job_id)
+        run = next((run for run in self._service.list_runs(job_id) if run.attempt == number), None)
+        if run is None:
+            raise NotFoundError(f"job {job_id} has no run {number}", remedy="choose another")
+        body = run.spec if run.spec is not None else self._service.first_spec(job_id)
+        if kind == "spec":
+            return dump_yaml(body)
+        if body["accelerator"]["kind"] == "cpu":
+            return f"# {job.name} runs on the control plane's own machine: it is no object of a cluster.\n"
+        settings = self._service.settings
+        try:
+            return render(
+                JobSpec.model_validate(body),
+                default_image=settings.worker_image,
+                job_id=job_id,
+                run_id=run.id,
+                attempt=run.attempt,
+                api_url=settings.url,
+            ).yaml
+        except (TwinstepError, ValidationError) as error:  # a spec of another version
+            return f"# It cannot be rendered: {str(error).splitlines()[0]}\n"
 
     # ---- metrics ----
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from twinstep.platform.dashboard.hosts import Grid
 from twinstep.spec.states import FINAL, RunState
 
 
@@ -65,8 +66,10 @@ class RunLine:
     number: int
     state: str
     reason: str
+    created: float
     started: float | None
     ended: float | None
+    restarts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,10 @@ class JobWithRuns:
     spec: dict[str, Any]
     spec_yaml: str
     runs: tuple[RunLine, ...]
+    hosts: Grid
+    """Of the newest run."""
+    heard: float | None
+    """When its worker was last heard of."""
     summary: dict[str, Any] | None = None
     """RunSummary of the newest run, once it has one."""
 

@@ -9,6 +9,7 @@ import hmac
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from twinstep.platform.scheduler.accounts import Accounts
 from twinstep.platform.scheduler.attempts import Verbs
@@ -143,6 +144,10 @@ class Service:
     def get_job(self, job_id: str) -> JobDetail:
         """Return a job with its spec, or raise NotFoundError."""
         return self._store.job(job_id)
+
+    def first_spec(self, job_id: str) -> dict[str, Any]:
+        """Return the spec that a job was submitted with, whatever later runs changed, or raise NotFoundError."""
+        return self._store.first_spec(job_id)
 
     def cancel_job(self, job_id: str, *, actor: str = LOCAL_USER) -> JobDetail:
         """Ask for a job to stop. Asking again, also once it is cancelled, changes nothing.

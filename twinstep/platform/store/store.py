@@ -129,6 +129,14 @@ class Store:
         with self._database.read() as connection:
             return count_states(connection, projects)
 
+    def first_spec(self, job_id: str) -> dict[str, Any]:
+        """Return the spec that a job was submitted with, whatever later runs changed, or raise NotFoundError."""
+        with self._database.read() as connection:
+            spec = connection.execute(select(JobRow.spec).where(JobRow.id == job_id)).scalar_one_or_none()
+        if spec is None:
+            raise NotFoundError(f"there is no job {job_id!r}", remedy="list the jobs: twinstep ls, or GET /v1/jobs")
+        return dict(spec)
+
     # ---- runs ----
 
     def run(self, run_id: str) -> Run:

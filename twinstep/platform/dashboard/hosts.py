@@ -1,0 +1,122 @@
+"""The hosts of a run, slice by slice: what is known of each, and what is not. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twinstep.platform.store.records import Run
+from twinstep.spec.states import RunState
+from twinstep.spec.topology import GPUS, slice_shape
+
+MAX_CELLS = 512  # drawn; a slice of more hosts is told in words
+SILENT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heard:
+    """The newest that was heard of one host."""
+
+    slice: int
+    host: int
+    pod: str = ""
+    restart: int = 0
+    time: float | None = None
+    """Of its last line, Unix seconds; None: nothing yet."""
+    line: str = ""
+    ended: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """One host of a run."""
+
+    slice: int
+    host: int
+    state: str
+    """failed, running, silent, ended, or unknown."""
+    says: str
+    """What is known of it, a line for each thing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """The hosts of a run."""
+
+    title: str
+    """`2 slices × 16 hosts, 4 chips each`."""
+    slices: tuple[tuple[Host, ...], ...]
+    note: str
+    """What is not known, and why."""
+
+
+def shape_of(accelerator: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Return (slices, hosts of a slice, words for them)."""
+    match accelerator["kind"]:
+        case "tpu":
+            shape = slice_shape(
+                accelerator["generation"],
+                accelerator["topology"],
+                chips_per_host=accelerator.get("chips_per_host"),
+                slices=accelerator.get("slices", 1),
+            )
+            slices = f"{shape.slices} slices of " if shape.slices > 1 else ""
+            hosts = f"{shape.hosts_per_slice} host{'s' if shape.hosts_per_slice > 1 else ''}"
+            name = f"{accelerator['generation']} {accelerator['topology']}"
+            return shape.slices, shape.hosts_per_slice, f"{name}: {slices}{hosts}, {shape.chips_per_host} chips each"
+        case "gpu":
+            node, count = GPUS[accelerator["model"]].per_node, int(accelerator["count"])
+            hosts_ = max(1, count // node)
+            each = min(count, node)
+            return 1, hosts_, f"{hosts_} host{'s' if hosts_ > 1 else ''}, {each} {accelerator['model']} each"
+    return 1, 1, "this control plane's own machine: one process"
+
+
+def grid(run: Run, accelerator: Mapping[str, Any], heard: Sequence[Heard], *, now: float) -> Grid:
+    """Return the hosts of a run, as far as pods' ends and their logs tell."""
+    slices, hosts, title = shape_of(accelerator)
+    lines = {(each.slice, each.host): each for each in sorted(heard, key=lambda each: each.restart)}
+    ends = {
+        (pod.slice or 0, pod.host or 0): pod
+        for pod in reversed(run.diagnosis.pods if run.diagnosis is not None else [])
+        if pod.restart >= run.restarts or run.state is RunState.FAILED
+    }
+    if slices * hosts > MAX_CELLS:
+        return Grid(title=title, slices=(), note=f"{slices * hosts:,} hosts are too many to draw")
+    cells = tuple(
+        tuple(
+            _host(run, at, host, lines.get((at, host)), ends.get((at, host)), now=now, only=slices * hosts == 1)
+            for host in range(hosts)
+        )
+        for at in range(slices)
+    )
+    known = lines or ends or slices * hosts == 1
+    note = (
+        "" if known else "Nothing is known of single hosts: only the first one reports, and no pod has said a line yet."
+    )
+    return Grid(title=title, slices=cells, note=note)
+
+
+def _host(run: Run, at: int, host: int, heard: Heard | None, end: Any, *, now: float, only: bool) -> Host:
+    says, state = [f"slice {at}, host {host}"], "unknown"
+    time = heard.time if heard is not None else None
+    # The run's first process is the one that reports: its heartbeat is that host's.
+    if (at, host) == (0, 0) and run.heartbeat_at is not None:
+        time = max(time or 0.0, run.heartbeat_at)
+    if heard is not None:
+        says.append(f"pod {heard.pod}" + (f", restart {heard.restart}" if heard.restart else ""))
+    if time is not None:
+        state = "ended" if run.is_final or (heard is not None and heard.ended) else "running"
+        if state == "running" and now - time > SILENT_S:
+            state = "silent"
+        says.append(f"last heard {max(0, int(now - time)):,} s ago" if not run.is_final else "has ended")
+    if end is not None:
+        code = f", exit code {end.exit_code}" if end.exit_code is not None else ""
+        state = "failed"
+        says.append(f"{end.reason or 'ended'}{code}" + (f": {end.message}" if end.message else ""))
+    if heard is not None and heard.line:
+        says.append(heard.line)
+    if len(says) == 1:
+        says.append("nothing heard yet" if only or not run.is_final else "nothing was heard of it")
+    return Host(slice=at, host=host, state=state, says="\n".join(says))
