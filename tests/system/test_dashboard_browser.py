@@ -79,7 +79,7 @@ def test_a_failed_job_says_why_on_top(plane: Any, page: Page) -> None:
     job = plane.submit("bad-page")
     plane.when(job["id"], "failed")
     page.goto(f"{plane.url}/jobs/{job['id']}")
-    expect(page.locator(".tw-reason")).to_contain_text("the loss of step 7 is nan")
+    expect(page.locator(".tw-reason-bad")).to_contain_text("the loss of step 7 is nan")
     expect(page.locator(".tw-next")).to_contain_text("Next: lower optimizers.dense.lr")
 
 

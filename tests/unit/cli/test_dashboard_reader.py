@@ -9,6 +9,7 @@ import pytest
 
 from twinstep.platform.dashboard.reader import LINE_POINTS, LOG_TAIL_BYTES, Counts, Reader
 from twinstep.platform.scheduler.accounts import Principal
+from twinstep.platform.scheduler.attempts import Resize
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.search import JobFilter, JobSort
@@ -72,7 +73,8 @@ def test_who_is_no_member_sees_and_steers_nothing(service: Service) -> None:
     asks = (
         lambda: reader.job(job.id), lambda: reader.series(job.id, ["loss"]), lambda: reader.metric_names(job.id),
         lambda: reader.events(job.id, after=0), lambda: reader.log(job.id, job.run_id, at=-1),
-        lambda: reader.next_step(job.id), lambda: reader.cancel(job.id),
+        lambda: reader.explain(job.id), lambda: reader.document(job.id, 1, "spec"),
+        lambda: reader.cancel(job.id), lambda: reader.steer(job.id, "retry"), lambda: reader.resize(job.id, Resize()),
     )  # fmt: skip
     for ask in asks:
         with pytest.raises(NotFoundError):

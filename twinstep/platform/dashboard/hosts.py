@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from twinstep.platform.dashboard.words import age
 from twinstep.platform.store.records import Run
 from twinstep.spec.states import RunState
 from twinstep.spec.topology import GPUS, slice_shape
@@ -110,7 +111,7 @@ def _host(run: Run, at: int, host: int, heard: Heard | None, end: Any, *, now: f
         state = "ended" if run.is_final or (heard is not None and heard.ended) else "running"
         if state == "running" and now - time > SILENT_S:
             state = "silent"
-        says.append(f"last heard {max(0, int(now - time)):,} s ago" if not run.is_final else "has ended")
+        says.append(f"last heard {age(now - time)}" if not run.is_final else "has ended")
     if end is not None:
         code = f", exit code {end.exit_code}" if end.exit_code is not None else ""
         state = "failed"

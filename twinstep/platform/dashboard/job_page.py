@@ -13,6 +13,7 @@ from typing import NamedTuple
 from nicegui import ui
 
 from twinstep.platform.dashboard import theme
+from twinstep.platform.dashboard.actions import Actions
 from twinstep.platform.dashboard.parts import (
     Charts,
     Events,
@@ -101,26 +102,9 @@ class JobScreen:
                 about = f"{row.machine} · {row.model} · {row.dataset} · {row.backend} · submitted {clock(row.created)}"
                 theme.text(row.id, "tw-mono tw-dim")
                 theme.text(about, "tw-dim tw-small")
-            self.cancel = theme.button("Cancel", "tw-btn-bad").mark("cancel")
-        with ui.dialog() as dialog, theme.div("tw-dialog"):
-            theme.text(f"Cancel {row.name}?", "tw-empty-title")
-            theme.text(
-                "Its worker is asked to stop, and killed if it does not within its grace time. "
-                "What it has reported so far is kept.",
-                "tw-dim",
-            )
-            with theme.div("tw-dialog-row"):
-                theme.button("Keep running").on("click", dialog.close)
-                theme.button("Cancel the job", "tw-btn-fill").on("click", self._cancel).mark("confirm")
-        self.dialog = dialog
-        self.cancel.on("click", dialog.open)
+            self.actions = Actions(self.reader, detail, after=self._acted)
 
-    async def _cancel(self) -> None:
-        self.dialog.close()
-        try:
-            await asyncio.to_thread(self.reader.cancel, self.job_id)
-        except TwinstepError as error:
-            ui.notify(str(error), type="negative", position="bottom")
+    async def _acted(self) -> None:
         self.ticks = 1
         await self.refresh()
 
@@ -181,8 +165,7 @@ class JobScreen:
             self.log.reset()
         self.row, self.event_at = row, read.event_at
         self.chip.set(row.state)
-        theme.enable(self.cancel, not row.final and not row.cancel_requested)
-        self.cancel.set_text("Cancelling…" if row.cancel_requested and not row.final else "Cancel")
+        self.actions.update(detail)
         theme.show(self.stale, False)
         self.why.set(read.why, bad=row.state == "failed")
         summary = detail.summary or {}

@@ -7,7 +7,7 @@ from fastapi.responses import PlainTextResponse, Response
 from nicegui import Client, core, ui
 from nicegui.page import page as nicegui_page
 
-from twinstep.platform.dashboard import compare_page, job_page, jobs_page, login_page, theme
+from twinstep.platform.dashboard import compare_page, job_page, jobs_page, login_page, queue_page, theme
 from twinstep.platform.dashboard.filters import from_query
 from twinstep.platform.dashboard.reader import Counts, Reader
 from twinstep.platform.scheduler.service import Service
@@ -35,6 +35,10 @@ def add_pages(app: FastAPI, service: Service, settings: Settings) -> None:
     @ui.page("/compare", title="Compare · Twinstep", response_timeout=BUILD_SECONDS)
     async def _compare(request: Request, jobs: str = "", x: str = "step", smooth: str = "0") -> None:
         await compare_page.build(reader_of(request), jobs=jobs, axis=x, smoothing=smooth)
+
+    @ui.page("/queue", title="Queue · Twinstep", response_timeout=BUILD_SECONDS)
+    async def _queue(request: Request) -> None:
+        await queue_page.build(reader_of(request))
 
     app.add_route(login_page.PATH, login_page.answer, include_in_schema=False)
     # A second control plane in one process (tests have them) finds NiceGUI's app started; its middleware is built anew.

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from pydantic import ValidationError
 
 from twinstep.platform.dashboard.hosts import grid
+from twinstep.platform.dashboard.queues import QueueView, queue_view
 from twinstep.platform.dashboard.views import EventLine, JobLine, JobLines, JobWithRuns, LogPiece, RunLine
 from twinstep.platform.scheduler.accounts import LOCAL, Principal
+from twinstep.platform.scheduler.attempts import Resize
 from twinstep.platform.scheduler.explain import Explanation
 from twinstep.platform.scheduler.render.render import render
 from twinstep.platform.scheduler.service import Service
@@ -28,12 +30,14 @@ from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.spec.errors import AuthError, ConflictError, NotFoundError, TwinstepError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.roles import Permission
+from twinstep.spec.states import RunState
 from twinstep.spec.text import dump_yaml
 
 COUNT_EVERY_S = 2.0
 COUNT_SHARE = 50  # of the time, a fiftieth at most is spent on counting, however many jobs there are
 STILL_EVERY_S = 2.0  # a token that is revoked closes pages so soon
 EVENTS_PER_REFRESH = 5
+QUEUE_MOST = 1000
 LINE_POINTS = 500  # of one line of a chart
 LOG_TAIL_BYTES = 64 * 1024
 
@@ -61,7 +65,7 @@ class Counts:
 
 
 class Reader:
-    """Everything the pages read, and what they do: cancel."""
+    """Everything the pages read, and what they do to jobs."""
 
     def __init__(self, service: Service, *, principal: Principal = LOCAL, counts: Counts | None = None) -> None:
         self._service = service
@@ -118,6 +122,26 @@ class Reader:
         rows = tuple(self._row(job) for job in page.items)
         return JobLines(rows=rows, next_cursor=page.next_cursor)
 
+    def queue(self) -> QueueView:
+        """Return what waits, what runs, and on how many chips; of very many the first thousand each."""
+        projects = self._who().projects()
+
+        def every(states: tuple[RunState, ...]) -> list[Job]:
+            found: list[Job] = []
+            cursor = None
+            while len(found) < QUEUE_MOST:
+                wanted = JobFilter(states=states, projects=projects)
+                page = self._service.list_jobs(wanted, sort=JobSort.OLDEST, limit=200, cursor=cursor)
+                found += page.items
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
+            return found
+
+        waiting = every((RunState.PENDING, RunState.QUEUED))
+        active = every((RunState.STARTING, RunState.RUNNING, RunState.RESTARTING))
+        return queue_view(waiting, active, slots=self._service.settings.max_parallel_runs)
+
     def counts(self) -> dict[str, int]:
         """Return how many jobs are in each state, as it was a moment ago."""
         return self._counts.get(self._who().projects())
@@ -146,6 +170,8 @@ class Reader:
                 for run in runs
             ),
             hosts=grid(runs[-1], job.spec["accelerator"], (), now=time.time()),
+            in_cluster=runs[-1].backend == "kubernetes",
+            suspended=job.suspend_requested_at is not None,
             heard=job.heartbeat_at,
             summary=job.summary.model_dump(mode="json") if job.summary is not None else None,
         )
@@ -247,8 +273,22 @@ class Reader:
 
     def cancel(self, job_id: str) -> None:
         """Ask for a job to stop; raises ConflictError where it has ended."""
-        with self._doing("job.cancel", job_id) as who:
-            self._service.cancel_job(job_id, actor=who.user)
+        self.steer(job_id, "cancel")
+
+    def steer(self, job_id: str, verb: str) -> None:
+        """Cancel, retry, suspend or resume a job; raises what the service does where it makes no sense."""
+        with self._doing(f"job.{verb}", job_id) as who:
+            verbs = self._service.verbs
+            do: dict[str, Callable[..., object]] = {
+                "cancel": self._service.cancel_job, "retry": verbs.retry, "suspend": verbs.suspend,
+                "resume": verbs.resume,
+            }  # fmt: skip
+            do[verb](job_id, actor=who.user)
+
+    def resize(self, job_id: str, size: Resize) -> None:
+        """Run a job at another size; raises SpecError where there is none such."""
+        with self._doing("job.resize", job_id) as who:
+            self._service.verbs.resize(job_id, size, actor=who.user)
 
     def cancel_all(self, job_ids: Sequence[str]) -> list[str]:
         """Ask for jobs to stop; return what was said of those that could not be asked."""

@@ -96,7 +96,7 @@ def frame(*, here: str = "", user: str = "") -> Iterator[None]:
             ui.html(LOGO, sanitize=False)
             text("Twinstep")
         with ui.element("nav").classes("tw-nav"):
-            for name, target in (("Jobs", "/"), ("API", "/openapi.json")):
+            for name, target in (("Jobs", "/"), ("Queue", "/queue"), ("API", "/openapi.json")):
                 link = ui.link(name, target).classes("tw-here" if name == here else "")
                 if name == here:
                     with_props(link, aria_current="page")
@@ -193,6 +193,15 @@ def select(label: str, options: Mapping[str, str], value: str, on_change: Callab
                 if each == value:
                     option.props["selected"] = True
     return chooser.on("change", lambda event: on_change(str(event.args)), js_handler="(e) => emit(e.target.value)")
+
+
+def number(label: str, value: str, on_input: Callable[[str], object]) -> ui.element:
+    """Return a field for a whole number with its label before it; what stands in it is told as text."""
+    with tag("label", "", "tw-select"):
+        text(label, "tw-dim tw-small")
+        box = with_props(ui.element("input").classes("tw-search tw-number"), type="number", min="1", step="1")
+        box.props["^value"] = value
+    return box.on("input", lambda event: on_input(str(event.args)), js_handler="(e) => emit(e.target.value)")
 
 
 def search(label: str, value: str, on_input: Callable[[str], object]) -> ui.element:

@@ -84,6 +84,10 @@ class JobWithRuns:
     runs: tuple[RunLine, ...]
     hosts: Grid
     """Of the newest run."""
+    in_cluster: bool
+    """Whether its newest run is a cluster's, not this machine's."""
+    suspended: bool
+    """Whether somebody asked for it to be suspended."""
     heard: float | None
     """When its worker was last heard of."""
     summary: dict[str, Any] | None = None

@@ -160,6 +160,7 @@ class Job(_Standing):
     """The accelerator in words: cpu, v5p 4x4x8, 128 × h100."""
     chips: int
     """TPU chips or GPUs it asks for; 0 for host processors."""
+    queue: str | None = Field(default=None, description="The spec's kubernetes.queue: what admits it in a cluster.")
     model: str = Field(description="The spec's model.kind.")
     dataset: str = Field(description="The spec's data.dataset.")
 

@@ -94,6 +94,7 @@ def job_fields(row: Row[Any]) -> dict[str, Any]:
     return fields | {
         "machine": machine.name,
         "chips": machine.chips,
+        "queue": (spec.get("kubernetes") or {}).get("queue"),
         "backend": spec["compile"]["backend"],
         "accelerator": spec["accelerator"]["kind"],
         "model": spec["model"]["kind"],
