@@ -19,7 +19,7 @@ class StandInCluster:
     """Remembers every workload that was ever made: a run of two workloads is a run that was doubled."""
 
     def __init__(self) -> None:
-        self.workloads: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.there: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.secrets: dict[str, str] = {}
         self.pods: dict[str, list[Object]] = {}
         self.made: list[str] = []
@@ -43,7 +43,7 @@ class StandInCluster:
         workload = copy.deepcopy(dict(objects[-1]))
         metadata = workload["metadata"]
         key = (workload["kind"], metadata["namespace"], metadata["name"])
-        found = self.workloads.get(key)
+        found = self.there.get(key)
         if found is not None and found["metadata"]["labels"].get(RUN) != run_id:
             raise ConflictError(f"a {key[0]} {key[2]} is there already", remedy="delete it")
         if found is not None and found["metadata"].get("deletionTimestamp"):
@@ -53,29 +53,38 @@ class StandInCluster:
         if found is None:
             metadata["uid"] = f"uid-{next(self._uids)}"
             workload["status"] = {}
-            self.workloads[key] = found = workload
+            self.there[key] = found = workload
             self.made.append(run_id)
         return WorkloadRef(kind=key[0], namespace=key[1], name=key[2], uid=found["metadata"]["uid"])
+
+    def workloads(self) -> dict[str, WorkloadRef]:
+        held = self.there if self.late is None else self.late
+        return {
+            found["metadata"]["labels"][RUN]: WorkloadRef(
+                kind=kind, namespace=namespace, name=name, uid=found["metadata"]["uid"]
+            )
+            for (kind, namespace, name), found in held.items()
+        }
 
     def look(self, run_id: str, ref: WorkloadRef) -> Evidence | None:
         if not self.filled:
             return None
-        return self._evidence(run_id, ref, self.workloads if self.late is None else self.late)
+        return self._evidence(run_id, ref, self.there if self.late is None else self.late)
 
     def confirm(self, run_id: str, ref: WorkloadRef) -> Evidence:
         self._call("confirm", run_id)
-        return self._evidence(run_id, ref, self.workloads)
+        return self._evidence(run_id, ref, self.there)
 
     def suspend(self, run_id: str, ref: WorkloadRef, suspended: bool) -> None:
         self._call("suspend" if suspended else "unsuspend", run_id)
-        found = self._mine(run_id, ref, self.workloads)
+        found = self._mine(run_id, ref, self.there)
         if found is None:
             raise NotFoundError("it is gone", remedy="nothing")
         found["spec"]["suspend"] = suspended
 
     def delete(self, run_id: str, ref: WorkloadRef) -> bool:
         self._call("delete", run_id)
-        found = self._mine(run_id, ref, self.workloads)
+        found = self._mine(run_id, ref, self.there)
         if found is None:
             self.secrets.pop(run_id, None)
             return False
@@ -89,7 +98,7 @@ class StandInCluster:
 
     def of(self, run_id: str) -> dict[str, Any]:
         """Return the one workload of a run."""
-        (found,) = [each for each in self.workloads.values() if each["metadata"]["labels"][RUN] == run_id]
+        (found,) = [each for each in self.there.values() if each["metadata"]["labels"][RUN] == run_id]
         return found
 
     def ready(self, run_id: str, *, restarts: int = 0) -> None:
@@ -108,9 +117,7 @@ class StandInCluster:
 
     def collect(self) -> None:
         """Take away what is being deleted, as the garbage collector does."""
-        self.workloads = {
-            key: found for key, found in self.workloads.items() if not found["metadata"].get("deletionTimestamp")
-        }
+        self.there = {key: found for key, found in self.there.items() if not found["metadata"].get("deletionTimestamp")}
 
     def _call(self, call: str, run_id: str) -> None:
         self.asked.append(call)

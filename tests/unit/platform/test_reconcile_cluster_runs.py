@@ -133,7 +133,7 @@ def test_a_run_goes_from_its_submit_to_its_end(plane: Plane, cluster: StandInClu
 def test_the_pods_get_the_token_that_reports_are_taken_with(plane: Plane, cluster: StandInCluster) -> None:
     job = plane.launched()
     plane.service.check_token(job.run_id, cluster.secrets[job.run_id])
-    stored = str(cluster.workloads) + str(plane.service.get_job(job.id)) + str(plane.service.list_events(job.id))
+    stored = str(cluster.there) + str(plane.service.get_job(job.id)) + str(plane.service.list_events(job.id))
     assert cluster.secrets[job.run_id] not in stored
 
 
@@ -226,7 +226,24 @@ def test_a_launch_that_was_overtaken_by_its_cancel_leaves_nothing(
     cluster.fail = overtaken
     plane.passes(2)
     cluster.collect()
-    assert cluster.workloads == {}
+    assert cluster.there == {}
+
+
+@pytest.mark.parametrize("whose", ["ours", "another control plane's", "ours, and it has ended by itself"])
+def test_a_workload_whose_run_has_ended_is_swept_up_and_nobody_elses(
+    plane: Plane, cluster: StandInCluster, another: Callable[[], Plane], whose: str
+) -> None:
+    """A control plane was killed after it sent, and before it could see that the run had been cancelled."""
+    job = plane.running()
+    workload = cluster.of(job.run_id)
+    plane.runs.advance(plane.runs.live()[0], [S.CANCELLED], reason="by another leader")
+    if "another" in whose:
+        workload["metadata"]["labels"]["twinstep.dev/run"] = "run-of-others"
+    if "by itself" in whose:
+        cluster.ends(job.run_id)
+    another().passes(2)
+    assert (workload["metadata"].get("deletionTimestamp") is not None) == (whose == "ours")
+    assert plane.run(job).state is S.CANCELLED
 
 
 def away(call: str, run_id: str) -> None:
@@ -293,13 +310,13 @@ def test_a_name_that_is_taken_is_waited_for_and_not_for_ever(plane: Plane, clust
     with_name = {**workload, "metadata": {**workload["metadata"], "labels": {"twinstep.dev/run": "run-of-others"}}}
     name = plane.reconciler._rendered(plane.runs.live()[1]).name
     with_name["metadata"]["name"] = name
-    cluster.workloads["JobSet", "default", name] = with_name
+    cluster.there["JobSet", "default", name] = with_name
     plane.passes(3)
     assert "is there already" in plane.run(other).reason
     assert plane.run(other).state is S.QUEUED
     plane.passes(30)
     assert plane.run(other).state is S.FAILED
-    assert cluster.workloads["JobSet", "default", name] is with_name, "what is not ours stays"
+    assert cluster.there["JobSet", "default", name] is with_name, "what is not ours stays"
 
 
 def test_the_trouble_of_one_run_stops_no_other(plane: Plane, cluster: StandInCluster) -> None:
@@ -318,7 +335,7 @@ def test_objects_that_somebody_else_deleted_end_the_run_and_come_not_back(
     plane: Plane, cluster: StandInCluster
 ) -> None:
     job = plane.running()
-    cluster.workloads.clear()
+    cluster.there.clear()
     plane.passes(5)
     run = plane.run(job)
     assert run.state is S.FAILED
@@ -343,7 +360,7 @@ def test_a_run_that_has_ended_has_ended_whatever_becomes_of_its_objects(
     job = plane.running()
     cluster.ends(job.run_id)
     plane.passes()
-    cluster.workloads.clear()  # its time to live is over
+    cluster.there.clear()  # its time to live is over
     another().passes(3)
     assert plane.run(job).state is S.SUCCEEDED
     assert cluster.made == [job.run_id]
@@ -390,7 +407,7 @@ def test_a_cancelled_run_is_cancelled_once_its_objects_are_gone(plane: Plane, cl
         cluster.collect()
         plane.passes(2)
     assert plane.run(job).state is S.CANCELLED
-    assert cluster.workloads == {}
+    assert cluster.there == {}
 
 
 def test_a_run_that_took_too_long_is_stopped_and_says_its_limit(

@@ -196,6 +196,10 @@ class KubeCluster:
 
     # ---- reading ----
 
+    def workloads(self) -> Mapping[str, WorkloadRef]:
+        """See `Cluster.workloads`."""
+        return self._watcher.mirror.workloads()
+
     def look(self, run_id: str, ref: WorkloadRef) -> Evidence | None:
         """See `Cluster.look`."""
         return self._watcher.look(run_id, ref)

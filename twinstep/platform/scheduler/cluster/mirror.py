@@ -136,6 +136,16 @@ class Mirror:
         with self._lock:
             return list(self._pods_of(run_id))
 
+    def workloads(self) -> dict[str, WorkloadRef]:
+        """Return every JobSet and RayJob that bears a run's label, by its value."""
+        with self._lock:
+            found = [(kind, each["metadata"]) for kind in ("JobSet", "RayJob") for each in self._objects[kind].values()]
+        return {
+            run: WorkloadRef(kind=kind, namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"])
+            for kind, metadata in found
+            if (run := (metadata.get("labels") or {}).get(RUN_LABEL))
+        }
+
     def count(self) -> dict[str, int]:
         """Return how many objects of each kind are held."""
         with self._lock:

@@ -5,7 +5,7 @@ Everything is by run: a run's objects carry its id as a label, and nothing witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,10 @@ class Cluster(Protocol):
         Raises:
             ConflictError: an object of one of the names is there and is not this run's, or is being deleted.
         """
+        ...
+
+    def workloads(self) -> Mapping[str, WorkloadRef]:
+        """Return every workload that the mirror holds, by the run whose label it bears."""
         ...
 
     def look(self, run_id: str, ref: WorkloadRef) -> Evidence | None:

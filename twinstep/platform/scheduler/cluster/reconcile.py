@@ -50,6 +50,7 @@ CONFLICT_S = 600.0  # a name that is taken for so long is not on its way out
 SETTLE_S = 3.0  # the mirror hears of what was just sent within that; asking before is in vain
 DELETE_AGAIN_S = 15.0
 PASS_S = 5.0  # a pass that sends for longer goes on at the next one, so that others are looked at meanwhile
+SWEEP_S = 60.0  # between two looks for workloads whose runs have ended
 MAX_IN_A_ROW = 3  # failures to reach the API server after which a pass asks no more
 JUMP_S = 10.0  # a clock that is set by less does no harm
 CONFLICT = "conflict"
@@ -101,6 +102,7 @@ class ClusterReconciler(Passes):
         self._leads = leads
         self._patience = patience or Patience()
         self._clocks = (time.time(), uptime())
+        self._swept_at = 0.0
         self._specs: dict[str, dict[str, Any]] = {}
         """Of live runs; a run's spec never changes."""
 
@@ -125,6 +127,7 @@ class ClusterReconciler(Passes):
             now.before[run.job_id] = min(run.attempt, now.before.get(run.job_id, run.attempt))
         remarks = [remark for run in live if self._leads() and (remark := self._guarded(run, now)) is not None]
         self._runs.remark(remarks)
+        self._sweep(ids)
         if now.left:
             self.nudge()
         self.passed()
@@ -142,6 +145,25 @@ class ClusterReconciler(Passes):
                 return self._look_after(run, now)
             except Exception as error:
                 return _remark(run, trouble_with(run.id, error), run.restarts, run.diagnosis)
+
+    def _sweep(self, live: set[str]) -> None:
+        """Delete workloads that go on though their runs have ended: who sent them was killed before it could say so.
+
+        A run that this store does not know is another control plane's.
+        """
+        if time.monotonic() - self._swept_at < SWEEP_S:
+            return
+        self._swept_at = time.monotonic()
+        left = {run_id: ref for run_id, ref in self._cluster.workloads().items() if run_id not in live}
+        for run_id in self._runs.ended(list(left)) if left else ():
+            ref = left[run_id]
+            try:
+                seen = self._cluster.confirm(run_id, ref)
+                if seen.workload is not None and find(seen, asked_to_stop=False).state not in FINAL:
+                    log.warning("%s has ended, and its %s %s goes on: it is deleted", run_id, ref.kind, ref.name)
+                    self._cluster.delete(run_id, ref)
+            except Exception as error:
+                trouble_with(run_id, error)  # the next look finds it again
 
     def _look_after(self, run: ClusterRun, now: _Pass) -> Remark | None:
         wanted = self._wanted(run, now)
