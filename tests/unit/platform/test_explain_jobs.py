@@ -14,11 +14,10 @@ NOW = 1000.0
 
 
 def job(state: RunState, reason: str = "", **fields: Any) -> JobDetail:
-    base = {
-        "id": "job-1", "name": "a", "run_id": "run-1", "attempt": 1, "backend": "eager", "accelerator": "cpu",
-        "created_at": 1.0, "spec": {}, "state": state, "reason": reason,
-    }  # fmt: skip
-    return JobDetail.model_validate({**base, **fields})
+    blank = {str: "", int: 0, float: 1.0}  # most fields say nothing of why
+    needed = {name: field.annotation for name, field in JobDetail.model_fields.items() if field.is_required()}
+    base = {name: blank.get(kind, {}) for name, kind in needed.items()} | {"id": "job-1", "created_at": 1.0}
+    return JobDetail.model_validate({**base, "state": state, "reason": reason, **fields})
 
 
 def failed_event(reason: str, step: int | None = 7) -> Event:

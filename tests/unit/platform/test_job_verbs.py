@@ -294,3 +294,17 @@ def test_the_routes_answer_with_the_job_or_with_what_to_do(plane: Plane) -> None
         problem = http.post(f"{path}/resize", json=body)
         assert (problem.status_code, problem.json()["code"]) == (422, "invalid_request"), problem.text
     assert http.post(f"{path}/resize", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+
+
+def test_a_plan_says_what_would_be_different_and_nothing_else(plane: Plane) -> None:
+    job = plane.submit()
+    spec = plane.service.get_job(job.id).spec
+    assert plane.service.plan_diff(validate_spec(spec), job.id) == ""
+    larger = {**spec, "accelerator": {**spec["accelerator"], "topology": "2x2x4"}}
+    lines = plane.service.plan_diff(validate_spec(larger), job.id).splitlines()
+    changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    assert any("+" in line and "parallelism: 4" in line for line in changed)
+    assert any("gke-tpu-topology: 2x2x4" in line for line in changed)
+    assert not any("name:" in line for line in changed), "the same run keeps its names"
+    with pytest.raises(NotFoundError):
+        plane.service.plan_diff(validate_spec(spec), "job-0")

@@ -28,6 +28,7 @@ from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.spec.catalogue import catalogue
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import MAX_SPEC_BYTES, parse_spec, spec_json_schema, validate_spec
+from twinstep.spec.roles import Permission
 from twinstep.spec.states import RunState
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
@@ -270,20 +271,35 @@ class Plan(View):
     warnings: list[str]
     objects: list[dict[str, Any]]
     """The Kubernetes objects, in the order in which they are applied."""
+    diff: str | None = None
+    """Unified diff of the manifests against those of a job's newest run, empty where nothing differs; null where no
+    job was named."""
 
 
 @router.post("/jobs:plan", openapi_extra=_SPEC_BODY, responses=responses(404, 413, 415), summary="Plan a job")
 def plan(
-    service: Asked, caller: Caller, spec: Annotated[JobSpec, Depends(spec_in)], project: ProjectQuery = None
+    service: Asked,
+    caller: Caller,
+    spec: Annotated[JobSpec, Depends(spec_in)],
+    project: ProjectQuery = None,
+    job_id: Annotated[
+        str | None, Query(max_length=64, description="A job to compare with: `diff` says what would be different.")
+    ] = None,
 ) -> Plan:
     """Render a spec for a cluster and check it as the cluster would, without creating anything."""
-    found = service.plan_job(service.accounts.place(caller, spec, project)[0])
+    spec = service.accounts.place(caller, spec, project)[0]
+    found = service.plan_job(spec)
+    diff = None
+    if job_id is not None:
+        service.accounts.check_job(caller, Permission.READ, job_id)
+        diff = service.plan_diff(spec, job_id)
     return Plan(
         name=found.name,
         namespace=found.namespace,
         numbers=found.numbers,
         warnings=list(found.warnings),
         objects=list(found.objects),
+        diff=diff,
     )
 
 

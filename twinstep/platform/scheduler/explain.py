@@ -9,7 +9,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twinstep.platform.store.records import Event, JobDetail, View
+from twinstep.platform.scheduler.cluster.causes import failed as pods_failed
+from twinstep.platform.scheduler.cluster.causes import waiting as cluster_waits
+from twinstep.platform.scheduler.cluster.diagnose import words_of
+from twinstep.platform.store.records import Diagnosis, Event, JobDetail, View
 from twinstep.spec.states import RunState
 from twinstep.spec.words import duration
 
@@ -115,13 +118,19 @@ SIGNATURES: tuple[Signature, ...] = (
 
 
 def explain(
-    job: JobDetail, *, events: Sequence[Event] = (), log: Sequence[str] = (), now: float | None = None
+    job: JobDetail,
+    *,
+    events: Sequence[Event] = (),
+    log: Sequence[str] = (),
+    diagnosis: Diagnosis | None = None,
+    now: float | None = None,
 ) -> Explanation:
     """Return why a job is where it is.
 
     Args:
         events: the newest ones of its newest run, oldest first.
         log: the last lines of that run's log, oldest first.
+        diagnosis: what its cluster says of that run.
         now: Unix seconds; None where silence is not to be judged.
     """
     if job.state is RunState.SUCCEEDED:
@@ -130,13 +139,21 @@ def explain(
     if job.state is RunState.CANCELLED:
         return _said(job, "cancelled", f"the job was cancelled: {job.reason}", "submit it again to run it")
     if job.state is RunState.FAILED:
-        return _failure(job, events, log)
+        return _failure(job, events, log, diagnosis)
     if job.reason.startswith("is tried again: "):
         trouble = job.reason.removeprefix("is tried again: ")
         return _said(job, "trouble", f"the scheduler met an error and goes on trying: {trouble}", "mend what it names")
+    if job.suspend_requested_at is not None and job.state is RunState.QUEUED:
+        return _said(job, "suspended", f"the job {job.reason}", f"twinstep resume {job.id} lets it go on")
+    if job.state in _NOT_BEGUN and (found := cluster_waits(diagnosis, job.reason)) is not None:
+        pods = [] if diagnosis is None else [words_of(pod) for pod in diagnosis.pods]
+        return _said(job, found.cause, found.text, found.next_step, pods)
     if job.state in (RunState.PENDING, RunState.QUEUED):
         return _waiting(job)
     return _live(job, now)
+
+
+_NOT_BEGUN = (RunState.PENDING, RunState.QUEUED, RunState.STARTING)
 
 
 def _said(job: JobDetail, cause: str, text: str, next_step: str, evidence: Sequence[str] = ()) -> Explanation:
@@ -171,15 +188,19 @@ def _live(job: JobDetail, now: float | None) -> Explanation:
     return _said(job, "runs", f"the job is {job.progress.phase}, at {steps}", "")
 
 
-def _failure(job: JobDetail, events: Sequence[Event], log: Sequence[str]) -> Explanation:
+def _failure(job: JobDetail, events: Sequence[Event], log: Sequence[str], diagnosis: Diagnosis | None) -> Explanation:
     failed = next((event for event in reversed(events) if event.name == "failed"), None)
-    lines = [*log, *([failed.reason] if failed is not None else []), job.reason]
+    pods = [] if diagnosis is None else [words_of(pod) for pod in diagnosis.pods]
+    lines = [*log, *([failed.reason] if failed is not None else []), *pods, job.reason]
     for signature in SIGNATURES:
         shown = [line for line in lines if re.search(signature.pattern, line)]
         if shown:
             place = f" at step {failed.data['step']}" if failed is not None and failed.data.get("step") else ""
-            text = f"the job failed{place}: {signature.text}"
+            text = f"the job failed{place}: {signature.text}" + (f"; {pods[0]}, before any other" if pods else "")
             return _said(job, signature.cause, text, signature.next_step, list(dict.fromkeys(shown))[-3:])
+    if (found := pods_failed(diagnosis)) is not None:
+        shown = pods + [line for line in log if line.strip()][-3:]
+        return _said(job, found.cause, f"the job failed: {found.text}", found.next_step, shown)
     told = failed.reason if failed is not None else job.reason
     problem, _, remedy = told.partition("; fix: ")
     if not remedy:
@@ -193,6 +214,14 @@ def _failure(job: JobDetail, events: Sequence[Event], log: Sequence[str]) -> Exp
 
 
 _REASONS = (
+    (
+        "its objects are gone from the cluster",
+        "lost",
+        "twinstep retry; its cluster's audit log says who deletes them",
+    ),
+    ("the cluster refused it", "refused", "mend what it names in the spec, and submit it again"),
+    ("it cannot be started", "refused", "mend what it names in the spec, and submit it again"),
+    ("it failed more often than it may", "restarts", "read its log, mend what fails, and twinstep retry it"),
     ("stopped at its time limit", "time_limit", "raise runtime.max_seconds"),
     ("stopped from outside", "stopped", "submit it again"),
     ("its supervisor vanished", "supervisor_lost", "submit it again: the machine restarted, or somebody killed it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import unified_diff
 from functools import lru_cache
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from twinstep.platform.scheduler.render.render import RenderedRun, render
 from twinstep.platform.scheduler.validate.check import check
 from twinstep.platform.scheduler.validate.schemas import CustomResources
 from twinstep.platform.settings import Settings
+from twinstep.platform.store.records import JobDetail
 from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import JobSpec
 
@@ -71,6 +73,28 @@ def planned(spec: JobSpec, settings: Settings) -> RenderedRun:
     found = render(spec, default_image=settings.worker_image, api_url=None if cluster is None else cluster.api_url)
     check(found.objects, None if cluster is None or cluster.crds is None else _resources(cluster.crds))
     return found
+
+
+def diff_of(job: JobDetail, spec: JobSpec, settings: Settings) -> str:
+    """Return the unified diff from the manifests of a job's newest run to those it would have with `spec`.
+
+    Both are rendered as that run, so that names differ only where the specs make them differ.
+    """
+    old, new = (_as_run_of(job, each, settings) for each in (JobSpec.model_validate(job.spec), spec))
+    lines = unified_diff(old.splitlines(), new.splitlines(), f"attempt {job.attempt}", "planned", lineterm="", n=3)
+    return "\n".join(lines)
+
+
+def _as_run_of(job: JobDetail, spec: JobSpec, settings: Settings) -> str:
+    cluster = settings.cluster
+    return render(
+        spec,
+        default_image=settings.worker_image,
+        job_id=job.id,
+        run_id=job.run_id,
+        attempt=job.attempt,
+        api_url=None if cluster is None else cluster.api_url,
+    ).yaml
 
 
 @lru_cache(maxsize=4)

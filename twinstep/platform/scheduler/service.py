@@ -17,7 +17,7 @@ from twinstep.platform.scheduler.cluster.connect import ClusterHealth
 from twinstep.platform.scheduler.explain import Explanation, explain
 from twinstep.platform.scheduler.render.render import RenderedRun
 from twinstep.platform.scheduler.rundir import LogPart, RunDir, hash_token
-from twinstep.platform.scheduler.runnable import check_runnable, planned
+from twinstep.platform.scheduler.runnable import check_runnable, diff_of, planned
 from twinstep.platform.scheduler.webhooks import Target, Webhooks
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.outbox import Outbox
@@ -125,6 +125,15 @@ class Service:
             SpecError: it is no cluster's, or the cluster would refuse what it renders to.
         """
         return planned(spec, self.settings)
+
+    def plan_diff(self, spec: JobSpec, job_id: str) -> str:
+        """Return what would be different if a job's newest run had this spec: a unified diff of manifests.
+
+        Raises:
+            NotFoundError: no such job.
+            SpecError: the spec, or the job's, is no cluster's.
+        """
+        return diff_of(self._store.job(job_id), spec, self.settings)
 
     def list_jobs(
         self,
@@ -247,8 +256,9 @@ class Service:
         """Say why a job is where it is, and what to do about it, or raise NotFoundError."""
         job = self._store.job(job_id)
         events = self._store.last_events(job.run_id, limit=EXPLAINED_EVENTS)
-        log = self.run_dir(job.run_id).tail(EXPLAINED_LINES, final=job.is_final).text.splitlines()
-        return explain(job, events=events, log=log, now=time.time())
+        log = self.read_log(job_id, tail=EXPLAINED_LINES).text.splitlines()
+        diagnosis = self._store.run(job.run_id).diagnosis
+        return explain(job, events=events, log=log, diagnosis=diagnosis, now=time.time())
 
     def run_dir(self, run_id: str) -> RunDir:
         """Return the directory of a run that the store knows."""
