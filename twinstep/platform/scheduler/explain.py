@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from twinstep.platform.scheduler.cluster.causes import failed as pods_failed
 from twinstep.platform.scheduler.cluster.causes import waiting as cluster_waits
-from twinstep.platform.scheduler.cluster.diagnose import words_of
 from twinstep.platform.store.records import Diagnosis, Event, JobDetail, View
 from twinstep.spec.states import RunState
 from twinstep.spec.words import duration
@@ -146,8 +145,7 @@ def explain(
     if job.suspend_requested_at is not None and job.state is RunState.QUEUED:
         return _said(job, "suspended", f"the job {job.reason}", f"twinstep resume {job.id} lets it go on")
     if job.state in _NOT_BEGUN and (found := cluster_waits(diagnosis, job.reason)) is not None:
-        pods = [] if diagnosis is None else [words_of(pod) for pod in diagnosis.pods]
-        return _said(job, found.cause, found.text, found.next_step, pods)
+        return _said(job, found.cause, found.text, found.next_step, _pods(diagnosis))
     if job.state in (RunState.PENDING, RunState.QUEUED):
         return _waiting(job)
     return _live(job, now)
@@ -190,7 +188,7 @@ def _live(job: JobDetail, now: float | None) -> Explanation:
 
 def _failure(job: JobDetail, events: Sequence[Event], log: Sequence[str], diagnosis: Diagnosis | None) -> Explanation:
     failed = next((event for event in reversed(events) if event.name == "failed"), None)
-    pods = [] if diagnosis is None else [words_of(pod) for pod in diagnosis.pods]
+    pods = _pods(diagnosis)
     lines = [*log, *([failed.reason] if failed is not None else []), *pods, job.reason]
     for signature in SIGNATURES:
         shown = [line for line in lines if re.search(signature.pattern, line)]
