@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from twinstep.platform.scheduler.cluster.causes import failed as pods_failed
 from twinstep.platform.scheduler.cluster.causes import waiting as cluster_waits
+from twinstep.platform.scheduler.cluster.diagnose import words_of
 from twinstep.platform.store.records import Diagnosis, Event, JobDetail, View
 from twinstep.spec.states import RunState
 from twinstep.spec.words import duration
@@ -184,6 +185,10 @@ def _live(job: JobDetail, now: float | None) -> Explanation:
         return _said(job, "starting", f"the job is {job.state}: {job.reason}", "")
     steps = f"step {job.progress.step} of {job.progress.total_steps}"
     return _said(job, "runs", f"the job is {job.progress.phase}, at {steps}", "")
+
+
+def _pods(diagnosis: Diagnosis | None) -> list[str]:
+    return [] if diagnosis is None else [words_of(pod) for pod in diagnosis.pods]
 
 
 def _failure(job: JobDetail, events: Sequence[Event], log: Sequence[str], diagnosis: Diagnosis | None) -> Explanation:
