@@ -326,6 +326,9 @@ class _Cluster:
         self._there[run_id] = workload
         return WorkloadRef(kind=workload["kind"], namespace=meta["namespace"], name=meta["name"], uid=f"uid-{run_id}")
 
+    def workloads(self) -> dict[str, WorkloadRef]:
+        return {}
+
     def look(self, run_id: str, ref: WorkloadRef) -> Evidence | None:
         return Evidence(workload=self._there.get(run_id), now=time.time())
 
