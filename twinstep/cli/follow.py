@@ -7,6 +7,7 @@ follower shows is in `live.py`; this file only carries messages.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -134,17 +135,75 @@ def _follow_json(plane: PlaneClient, job_id: str) -> int:
     return 0 if job["state"] == "succeeded" else EXIT_FAILED
 
 
-def log_text(plane: PlaneClient, job_id: str, *, follow: bool) -> Iterator[str]:
-    """Yield a job's log piece by piece: what is there, or with `follow` until the job ends."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whose:
+    """Whose lines of a log are wanted; None: everybody's."""
+
+    slice: int | None = None
+    host: int | None = None
+    restart: int | None = None
+
+    def fits(self, piece: dict[str, Any]) -> bool:
+        """Say whether a piece of a log is wanted."""
+        asked = {name: getattr(self, name) for name in ("slice", "host", "restart")}
+        return all(number is None or piece.get(name) == number for name, number in asked.items())
+
+
+def log_text(
+    plane: PlaneClient, job_id: str, *, follow: bool, whose: Whose | None = None, run_id: str | None = None
+) -> Iterator[str]:
+    """Yield a job's log piece by piece: what is there, or with `follow` until the job ends.
+
+    Where several processes wrote it, each line begins with whose it is: `0/3 | ` for host 3 of slice 0.
+    """
+    whose = whose or Whose()
+    marks = Marks()
     if follow:
         for event, data in messages(plane, job_id, kinds=("log",)):
             if event == "log":
-                yield str(data.get("text", ""))
+                yield marks.text(data, whose)
         return
     offset, path = 0, f"/v1/jobs/{quote(job_id, safe='')}/logs"
+    asked = {"slice": whose.slice, "host": whose.host, "restart": whose.restart, "run_id": run_id}
+    given = {name: value for name, value in asked.items() if value is not None}
     while True:
-        part = plane.get(path, offset=offset, limit=1024 * 1024)
-        yield part["text"]
+        part = plane.get(path, offset=offset, limit=1024 * 1024, **given)
+        yield marks.text(part, whose)
         if part["next_offset"] == offset or part["next_offset"] >= part["size"]:
             return
         offset = part["next_offset"]
+
+
+class Marks:
+    """Marks lines by who wrote them, once they are pods' and not this machine's one process."""
+
+    def __init__(self) -> None:
+        self._last = ""
+        self._open = False
+        """The line that was written last has no end yet."""
+
+    def text(self, part: dict[str, Any], whose: Whose) -> str:
+        """Return a part's text, without what is not wanted."""
+        text, at, shown = str(part.get("text", "")), 0, list[str]()
+        for piece in part.get("spans") or [{"length": len(text), "slice": 0, "host": 0, "restart": 0}]:
+            said, at = text[at : at + piece["length"]], at + piece["length"]
+            if said and whose.fits(piece):
+                shown.append(self._marked(said, _mark(piece)))
+        return "".join(shown)
+
+    def _marked(self, said: str, mark: str) -> str:
+        begins = not self._open or mark != self._last
+        before = "\n" if self._open and mark != self._last else ""
+        self._open, self._last = not said.endswith("\n"), mark
+        if not mark:
+            return before + said
+        lines = re.findall(r"[^\n]*\n|[^\n]+", said)
+        return before + "".join((mark if number or begins else "") + line for number, line in enumerate(lines))
+
+
+def _mark(piece: dict[str, Any]) -> str:
+    if not piece.get("pod"):
+        return ""
+    if piece.get("host") is None:
+        return f"{piece.get('role')} | "
+    return f"{piece.get('slice')}/{piece['host']} | "

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from itertools import islice
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,9 @@ from twinstep.cli.output import (
 from twinstep.cli.specfile import read_spec
 from twinstep.spec.states import RunState
 from twinstep.spec.words import DASH, clock, duration, number
+
+if TYPE_CHECKING:
+    from twinstep.cli.client import PlaneClient
 
 JobArg = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, the start of one, or its name (the newest).")]
 UrlOpt = Annotated[
@@ -175,19 +178,40 @@ def progress_line(progress: Mapping[str, Any], *, ended: bool) -> str:
 def logs(
     job_ref: JobArg,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    of_slice: Annotated[int | None, typer.Option("--slice", min=0, help="Only what this slice wrote.")] = None,
+    host: Annotated[int | None, typer.Option("--host", min=0, help="Only what this host of its slice wrote.")] = None,
+    restart: Annotated[int | None, typer.Option("--restart", min=0, help="Only of this restart; 0: the first.")] = None,
+    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Of this attempt, not the newest.")] = None,
     url: UrlOpt = None,
 ) -> int:
-    """Print the log of a job's newest run."""
+    """Print the log of a job's newest run; of several hosts, each line with its slice and host."""
     from twinstep.cli.client import PlaneClient, environ_url
-    from twinstep.cli.follow import log_text
+    from twinstep.cli.follow import Whose, log_text
 
+    whose = Whose(slice=of_slice, host=host, restart=restart)
     with PlaneClient(environ_url(url)) as plane:
         job = plane.find(job_ref)
+        run_id = None if attempt is None else _run_of(plane, job["id"], attempt)
+        follow = follow and run_id in (None, job["run_id"])  # an earlier attempt has nothing more to say
         raw = not sys.stdout.isatty()  # a file gets the bytes as they are; a terminal must not be steered by them
-        for text in log_text(plane, job["id"], follow=follow):
+        for text in log_text(plane, job["id"], follow=follow, whose=whose, run_id=run_id):
             sys.stdout.write(text if raw else clean(text))
             sys.stdout.flush()
     return 0
+
+
+def _run_of(plane: PlaneClient, job_id: str, attempt: int) -> str:
+    from urllib.parse import quote
+
+    from twinstep.spec.errors import NotFoundError
+
+    runs = plane.get(f"/v1/jobs/{quote(job_id, safe='')}/runs")["items"]
+    found = next((run["id"] for run in runs if run["attempt"] == attempt), None)
+    if found is None:
+        raise NotFoundError(
+            f"job {job_id} has no attempt {attempt}", remedy=f"give one of 1 to {max(run['attempt'] for run in runs)}"
+        )
+    return str(found)
 
 
 def why(job_ref: JobArg, as_json: JsonOpt = False, url: UrlOpt = None) -> int:

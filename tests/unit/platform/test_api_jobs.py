@@ -281,7 +281,7 @@ def test_pages_of_a_fresh_control_plane_are_empty(live) -> None:
 def test_a_job_without_output_has_an_empty_log(live, tmp_path: Path) -> None:
     job = live.submit("sleeps")
     part = live.http.get(f"/v1/jobs/{job['id']}/logs").json()
-    assert part == {"offset": 0, "next_offset": 0, "size": 0, "text": ""}
+    assert part == {"offset": 0, "next_offset": 0, "size": 0, "text": "", "spans": []}
 
 
 def test_a_plan_tells_what_a_job_would_become_and_stores_nothing(live) -> None:

@@ -203,7 +203,7 @@ def test_a_context_that_is_not_there_is_refused_in_words(tmp_path: Path) -> None
 def test_outside_a_pod_there_is_no_service_account(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(UnavailableError, match="service account"):
-        KubeApi(Access())
+        KubeApi(Access(in_cluster=True))
 
 
 def test_a_verb_that_no_role_allows_is_never_asked(api: KubeApi, server: Scripted) -> None:

@@ -11,13 +11,15 @@ from twinstep.platform.api.access import Caller
 from twinstep.platform.api.guard import JSON_TYPE, YAML_TYPES, load_json, media_type, no_body, read_body, require_type
 from twinstep.platform.api.problems import responses
 from twinstep.platform.scheduler.explain import Explanation
-from twinstep.platform.scheduler.rundir import MAX_LOG_READ, LogPart
 from twinstep.platform.scheduler.service import MAX_BUCKETS, MAX_PAGE, MAX_POINTS, Service
 from twinstep.platform.store.entry import current_entry
+from twinstep.platform.store.logs import MAX_LOG_READ
 from twinstep.platform.store.records import (
     EventPage,
     JobDetail,
     JobPage,
+    LogFilter,
+    LogPart,
     MetricNames,
     MetricPage,
     Run,
@@ -35,6 +37,7 @@ router = APIRouter(prefix="/v1", tags=["jobs"])
 
 CURSOR_MAX = 2**63 - 1
 MAX_SERIES = 100
+PLACE_MAX = 2**31 - 1
 After = Annotated[int, Query(ge=0, le=CURSOR_MAX, description="Give the `next_after` of the page before.")]
 RunId = Annotated[str | None, Query(max_length=64, description="A run of the job; the newest one where left out.")]
 Kind = Literal["cpu", "tpu", "gpu"]
@@ -255,9 +258,17 @@ def read_log(
     limit: Annotated[int, Query(ge=4, le=MAX_LOG_READ, description="Bytes at most.")] = 65536,
     tail: Annotated[int | None, Query(ge=1, le=10_000, description="Only the last lines; offset is ignored.")] = None,
     run_id: RunId = None,
+    slice_: Annotated[int | None, Query(alias="slice", ge=0, le=PLACE_MAX, description="Only of this slice.")] = None,
+    host: Annotated[int | None, Query(ge=0, le=PLACE_MAX, description="Only of this host of its slice.")] = None,
+    restart: Annotated[int | None, Query(ge=0, le=PLACE_MAX, description="Only since this restart.")] = None,
 ) -> LogPart:
-    """Return a part of the log by byte cursor. Bytes that are not UTF-8 are shown as U+FFFD."""
-    return service.read_log(job_id, offset=offset, limit=limit, tail=tail, run_id=run_id)
+    """Return a part of the log by byte cursor; `spans` says whose text it is, in order.
+
+    Bytes that are not UTF-8 are shown as U+FFFD. Of a very long log of a cluster's run the middle is not kept; a line
+    says so in its place.
+    """
+    wanted = LogFilter(slice=slice_, host=host, restart=restart)
+    return service.read_log(job_id, offset=offset, limit=limit, tail=tail, run_id=run_id, wanted=wanted)
 
 
 class Plan(View):

@@ -117,7 +117,7 @@ class Follower:
         self._shown: JobDetail | None = None
         self._count: int | None = None
         self._looked_at = 0.0
-        self._directory = service.run_dir(job.run_id)  # never the cursor's, which came over HTTP
+        self._log_of_run = service.log_of(job.run_id)  # never the cursor's, which came over HTTP
         self._log_seen = 0
         self.ended = False
 
@@ -126,7 +126,7 @@ class Follower:
         return (
             self._count == self._service.change_count(self._job_id)
             and time.monotonic() - self._looked_at < LOOK_ANYWAY_S
-            and ("log" not in self._kinds or self._directory.log_size() <= self._log_seen)
+            and ("log" not in self._kinds or self._log_of_run.log_size() <= self._log_seen)
         )
 
     def look(self) -> list[ServerSentEvent]:
@@ -138,7 +138,7 @@ class Follower:
         job = self._service.get_job(self._job_id)
         if job.run_id != self._cursor.run_id:
             self._cursor = replace(self._cursor, run_id=job.run_id, metric=0, offset=0)
-        self._directory = self._service.run_dir(job.run_id)
+            self._log_of_run = self._service.log_of(job.run_id)
         messages = [*self._state(job), *self._events(), *self._metrics(job), *self._log(job)]
         if not messages:
             # Only now: while pages were full there was more to come, whatever the count says.
@@ -172,7 +172,7 @@ class Follower:
 
     def _log(self, job: JobDetail) -> Iterator[ServerSentEvent]:
         if "log" in self._kinds:
-            part = self._directory.read_log(offset=self._cursor.offset, limit=LOG_BYTES, final=job.is_final)
+            part = self._log_of_run.read_log(offset=self._cursor.offset, limit=LOG_BYTES, final=job.is_final)
             # Half a character at its end counts as seen: there is nothing new until more comes.
             self._log_seen = part.next_offset if part.next_offset > part.offset else part.size
             if part.next_offset > part.offset:

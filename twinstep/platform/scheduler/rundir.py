@@ -15,28 +15,14 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from twinstep.platform.scheduler.supervise import write_json
-from twinstep.platform.store.records import View
+from twinstep.platform.store.logs import EVERYBODY, MAX_LOG_READ, TAIL_REACH, cut_character, meant
+from twinstep.platform.store.records import LogFilter, LogPart, LogSpan
 from twinstep.spec.errors import UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import MAX_RECORDS_PER_POST, Record
 
-MAX_LOG_READ = 1024 * 1024  # bytes one answer holds at most
 MAX_LINE = 8 * 1024 * 1024  # bytes of a spool line; a longer one is no record
-TAIL_REACH = 1024 * 1024  # bytes looked back for the last lines
 _RECORD: TypeAdapter[Record] = TypeAdapter(Record)
-
-
-class LogPart(View):
-    """A piece of a log."""
-
-    offset: int
-    """Byte at which the text begins."""
-    next_offset: int
-    """Give it as `offset` to go on; equal to `offset` where there is nothing new."""
-    size: int
-    """Bytes the log has now."""
-    text: str
-    """The text; it may end within a line, never within a character."""
 
 
 class RunDir:
@@ -95,25 +81,34 @@ class RunDir:
         except OSError:
             return 0
 
-    def read_log(self, *, offset: int = 0, limit: int = 65536, final: bool = False) -> LogPart:
-        """Return up to `limit` bytes of the log from byte `offset`.
+    def read_log(
+        self, *, offset: int = 0, limit: int = 65536, final: bool = False, wanted: LogFilter = EVERYBODY
+    ) -> LogPart:
+        """Return up to `limit` bytes of the log from byte `offset`; one process has written it all.
 
         A character whose bytes are not all there yet is left for the next read, unless the run is `final`.
         """
         limit = max(4, min(limit, MAX_LOG_READ))  # 4: the longest character
         size = self.log_size()
         offset = max(0, min(offset, size))
+        if not _is_alone(wanted):
+            return LogPart(offset=offset, next_offset=size, size=size, text="")
         if offset == size:
             return LogPart(offset=offset, next_offset=offset, size=size, text="")
         data = self._redacted(offset, limit)
         at_end = offset + len(data) >= size
         if not (final and at_end):
-            data = data[: len(data) - _cut_character(data)]
+            data = data[: len(data) - cut_character(data)]
+        text = data.decode("utf-8", errors="replace")
         return LogPart(
-            offset=offset, next_offset=offset + len(data), size=size, text=data.decode("utf-8", errors="replace")
+            offset=offset,
+            next_offset=offset + len(data),
+            size=size,
+            text=text,
+            spans=[LogSpan(length=len(text))] if text else [],
         )
 
-    def tail(self, lines: int, *, final: bool = False) -> LogPart:
+    def tail(self, lines: int, *, final: bool = False, wanted: LogFilter = EVERYBODY) -> LogPart:
         """Return the last `lines` lines, looking back a mebibyte at most."""
         size = self.log_size()
         start = max(0, size - TAIL_REACH)
@@ -123,13 +118,11 @@ class RunDir:
             start = size - len(data)
         kept = data.splitlines(keepends=True)[-lines:] if lines > 0 else []
         begin = start + len(data) - sum(map(len, kept))
-        return self.read_log(offset=begin, limit=TAIL_REACH, final=final)
+        return self.read_log(offset=begin, limit=TAIL_REACH, final=final, wanted=wanted)
 
     def last_line(self) -> str:
         """Return the last line of the log that says something, cut to 300 characters."""
-        text = self.tail(50, final=True).text
-        meant = [line.strip() for line in text.replace("\r", "\n").splitlines() if any(map(str.isalnum, line))]
-        return meant[-1][:300] if meant else ""
+        return meant(self.tail(50, final=True).text)
 
     def _redacted(self, offset: int, length: int) -> bytes:
         token = self.token().encode()
@@ -180,12 +173,6 @@ def hash_token(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _cut_character(data: bytes) -> int:
-    """Return how many bytes at the end begin a UTF-8 character whose rest is missing."""
-    for back in range(1, min(4, len(data)) + 1):
-        byte = data[-back]
-        if byte & 0xC0 == 0x80:  # a continuation byte: the start is further back
-            continue
-        needs = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
-        return back if 0xC0 <= byte < 0xF8 and needs > back else 0
-    return 0
+def _is_alone(wanted: LogFilter) -> bool:
+    """Say whether a filter lets the one process of a local run through."""
+    return all(number in (None, 0) for number in (wanted.slice, wanted.host, wanted.restart))

@@ -16,16 +16,19 @@ from twinstep.platform.scheduler.attempts import Verbs
 from twinstep.platform.scheduler.cluster.connect import ClusterHealth
 from twinstep.platform.scheduler.explain import Explanation, explain
 from twinstep.platform.scheduler.render.render import RenderedRun
-from twinstep.platform.scheduler.rundir import LogPart, RunDir, hash_token
+from twinstep.platform.scheduler.rundir import RunDir, hash_token
 from twinstep.platform.scheduler.runnable import check_runnable, diff_of, planned
 from twinstep.platform.scheduler.webhooks import Target, Webhooks
 from twinstep.platform.settings import Settings
+from twinstep.platform.store.logs import EVERYBODY, Logs, StoredLog
 from twinstep.platform.store.outbox import Outbox
 from twinstep.platform.store.records import (
     EventPage,
     Job,
     JobDetail,
     JobPage,
+    LogFilter,
+    LogPart,
     MetricNames,
     MetricPage,
     Run,
@@ -82,6 +85,8 @@ class Service:
         self.webhooks = Webhooks(Outbox(store.database), Target(settings))
         self.verbs = Verbs(store, settings, nudge=nudge)
         """Retry, suspend, resume and resize."""
+        self.logs = Logs(store.database, store.changes)
+        """What was collected of runs in a cluster."""
         self._store = store
         self._nudge = nudge
         self._age = reconciler_age
@@ -243,14 +248,27 @@ class Service:
         return self._store.last_values(run_id, names)
 
     def read_log(
-        self, job_id: str, *, offset: int = 0, limit: int = 65536, tail: int | None = None, run_id: str | None = None
+        self,
+        job_id: str,
+        *,
+        offset: int = 0,
+        limit: int = 65536,
+        tail: int | None = None,
+        run_id: str | None = None,
+        wanted: LogFilter = EVERYBODY,
     ) -> LogPart:
         """Return a part of the log of a job's newest run (or of `run_id`) from a byte offset, or its last lines."""
         run = self._store.run(self._run_of(job_id, run_id))
-        directory = self.run_dir(run.id)
+        log = self.log_of(run.id)
         if tail is not None:
-            return directory.tail(tail, final=run.is_final)
-        return directory.read_log(offset=offset, limit=limit, final=run.is_final)
+            return log.tail(tail, final=run.is_final, wanted=wanted)
+        return log.read_log(offset=offset, limit=limit, final=run.is_final, wanted=wanted)
+
+    def log_of(self, run_id: str) -> RunDir | StoredLog:
+        """Return the log of a run: its file here, or what was collected from its pods."""
+        if self._store.run(run_id).backend == "kubernetes":
+            return self.logs.log(run_id)
+        return self.run_dir(run_id)
 
     def explain_job(self, job_id: str) -> Explanation:
         """Say why a job is where it is, and what to do about it, or raise NotFoundError."""

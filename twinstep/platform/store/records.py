@@ -262,3 +262,43 @@ class MetricPage(View):
     items: list[MetricPoint]
     next_after: int
     """Give it as `after` to go on."""
+
+
+class LogSpan(View):
+    """A stretch of a log's text that one process wrote."""
+
+    length: int
+    """Characters of the text, which follow on those of the piece before."""
+    slice: int = 0
+    """Slice of the process, from 0."""
+    host: int | None = 0
+    """Its host within the slice, from 0; null for a process that does no work itself (Ray's head, its submitter)."""
+    restart: int = 0
+    """Times that the run's processes had been started again before."""
+    role: str = "worker"
+    """worker, head, submitter; `control plane` where it says something between the lines."""
+    pod: str = ""
+    """Its pod; empty on a control plane's own machine."""
+
+
+class LogPart(View):
+    """A piece of a log."""
+
+    offset: int
+    """Byte at which the text begins."""
+    next_offset: int
+    """Give it as `offset` to go on; equal to `offset` where there is nothing new."""
+    size: int
+    """Bytes the log has now, with those that are not kept any more."""
+    text: str
+    """The text; it may end within a line, never within a character."""
+    spans: list[LogSpan] = []
+    """Whose text it is, in order."""
+
+
+class LogFilter(View):
+    """Whose lines of a log are wanted; None: everybody's."""
+
+    slice: int | None = None
+    host: int | None = None
+    restart: int | None = None

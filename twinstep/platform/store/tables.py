@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, MetaData, String, Text, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Text,
+    UniqueConstraint,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from twinstep.spec.roles import DEFAULT_PROJECT, LOCAL_USER
@@ -229,3 +240,54 @@ class AuditRow(Base):
     request_id: Mapped[str] = mapped_column(String(64))
     address: Mapped[str] = mapped_column(String(64))
     data: Mapped[dict[str, Any]] = mapped_column(_JSON)
+
+
+class RunLogRow(Base):
+    """The log of a run in a cluster: how long it is, and which stretch of it is not kept."""
+
+    __tablename__ = "run_logs"
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    size: Mapped[int] = mapped_column(BigInteger)
+    """Bytes so far, kept or not: a reader's cursor counts them all."""
+    gap_begin: Mapped[int] = mapped_column(BigInteger)
+    gap_end: Mapped[int] = mapped_column(BigInteger)
+    """Bytes between the two were taken out to make room."""
+
+
+class LogSourceRow(Base):
+    """A container that writes to the log of a run, and how far it was read."""
+
+    __tablename__ = "log_sources"
+    __table_args__ = (UniqueConstraint("run_id", "pod_uid", "container"), {"sqlite_autoincrement": True})
+    id: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
+    pod_uid: Mapped[str] = mapped_column(String(64))
+    container: Mapped[str] = mapped_column(String(63))
+    pod: Mapped[str] = mapped_column(String(253))
+    role: Mapped[str] = mapped_column(String(16))
+    slice: Mapped[int]
+    host: Mapped[int | None]
+    restart: Mapped[int]
+    instance: Mapped[int]
+    """Times the container was started again within its pod."""
+    read_time: Mapped[str] = mapped_column(String(40))
+    """Time of the line that was read last, as the kubelet wrote it; empty: none yet."""
+    read_bytes: Mapped[int] = mapped_column(BigInteger)
+    """Bytes read since the first line of that time."""
+    ended: Mapped[bool]
+    """That instance has ended and is read to its end."""
+
+
+class LogPartRow(Base):
+    """A stretch of a run's log that one container wrote."""
+
+    __tablename__ = "log_parts"
+    __table_args__ = (UniqueConstraint("run_id", "begin"), {"sqlite_autoincrement": True})
+    id: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
+    source_id: Mapped[int | None] = mapped_column(ForeignKey("log_sources.id", ondelete="CASCADE"))
+    """None: the control plane wrote it."""
+    begin: Mapped[int] = mapped_column(BigInteger)
+    """Byte of the run's log at which it begins."""
+    length: Mapped[int]
+    data: Mapped[bytes] = mapped_column(LargeBinary)

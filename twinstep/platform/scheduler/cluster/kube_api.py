@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -55,9 +55,11 @@ class Access:
     """How a cluster is reached."""
 
     kubeconfig: Path | None = None
-    """File with its address and credentials; None: the pod's own service account."""
+    """File with its address and credentials; None: the one that KUBECONFIG names, or ~/.kube/config."""
     context: str | None = None
     """Entry of the kubeconfig; None: its current one."""
+    in_cluster: bool = False
+    """By the service account of the pod that this process is in."""
 
 
 @dataclass(slots=True)
@@ -123,6 +125,8 @@ class KubeApi:
         kind, metadata = KINDS[body["kind"]], body["metadata"]
         query = {"fieldManager": FIELD_MANAGER, "force": "true" if force else "false", "fieldValidation": "Strict"}
         path = kind.path(metadata["namespace"], metadata["name"])
+        if "uid" not in metadata:
+            self.counts.requests["create", kind.kind] += 1  # one that is not there yet needs that right as well
         return self._json("patch", kind, path, body=body, query=query, content="application/apply-patch+yaml")
 
     def merge(self, kind: str, namespace: str, name: str, patch: Body) -> dict[str, Any]:
@@ -326,10 +330,15 @@ class Stream:
         self._whole = self._whole or not data
         return data
 
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the body as it comes."""
+        while data := self.read():
+            yield data
+
     def all(self) -> bytes:
         """Return the whole body, or raise UnavailableError."""
         parts, length = [], 0
-        while data := self.read():
+        for data in self:
             parts.append(data)
             length += len(data)
             if length > MAX_ANSWER:
@@ -371,22 +380,21 @@ def _client(access: Access) -> Any:
     config: Any = importlib.import_module("kubernetes.config")  # which has no types
 
     settings = type.__call__(client.Configuration)  # a new one; calling it would copy a default of the process
+    file = None if access.kubeconfig is None else str(access.kubeconfig)
     settings.retries = False  # urllib3 would send a request thrice, and hide that it did
     settings.connection_pool_maxsize = POOL
     try:
-        if access.kubeconfig is None:
+        if access.in_cluster:
             config.load_incluster_config(client_configuration=settings)
         else:
-            config.load_kube_config(
-                str(access.kubeconfig), context=access.context, client_configuration=settings, persist_config=False
-            )
+            config.load_kube_config(file, context=access.context, client_configuration=settings, persist_config=False)
     except (ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        where = access.kubeconfig or "the pod's service account"
+        where = "the pod's service account" if access.in_cluster else access.kubeconfig or "the default kubeconfig"
         raise UnavailableError(
             f"the cluster's configuration in {where} cannot be used: {' '.join(str(error).split())[:300]}",
-            remedy="give a kubeconfig that `kubectl --kubeconfig FILE --context NAME get jobsets` works with"
-            if access.kubeconfig
-            else "run in a pod with a mounted service account token, or give a kubeconfig",
+            remedy="run in a pod with a mounted service account token, or give a kubeconfig"
+            if access.in_cluster
+            else "give a kubeconfig that `kubectl --kubeconfig FILE --context NAME get jobsets` works with",
         ) from None
     found = client.ApiClient(configuration=settings)
     found.user_agent = "twinstep"

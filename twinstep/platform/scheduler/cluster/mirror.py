@@ -39,6 +39,8 @@ class Mirror:
         """Of a run, by the value of its label."""
         self._admissions: dict[str, Key] = {}
         """Kueue's Workload, by the uid of what it admits."""
+        self._rayjobs: dict[str, Key] = {}
+        """Of a run, by the value of its label."""
         self._deleted: OrderedDict[str, str] = OrderedDict()
         """Resource version at which an object was seen to be gone, by its uid."""
         self._events: OrderedDict[str, OrderedDict[str, Object]] = OrderedDict()
@@ -146,6 +148,18 @@ class Mirror:
             if (run := (metadata.get("labels") or {}).get(RUN_LABEL))
         }
 
+    def runs(self) -> list[str]:
+        """Return the runs that have pods."""
+        with self._lock:
+            return list(self._pods)
+
+    def restarts(self, run_id: str) -> int:
+        """Return how often a run's Ray cluster was made anew; 0 where it has none."""
+        with self._lock:
+            found = self._rayjobs.get(label_value(run_id))
+            known = self._objects["RayJob"].get(found) if found else None
+            return int(((known or {}).get("status") or {}).get("failed") or 0)
+
     def count(self) -> dict[str, int]:
         """Return how many objects of each kind are held."""
         with self._lock:
@@ -164,8 +178,11 @@ class Mirror:
         return None if key is None else self._objects["Workload"].get(key)
 
     def _index(self, kind: str, key: Key, found: Object) -> None:
-        if kind == "Pod" and (run := (found["metadata"].get("labels") or {}).get(RUN_LABEL)):
+        run = (found["metadata"].get("labels") or {}).get(RUN_LABEL)
+        if run and kind == "Pod":
             self._pods[run].add(key)
+        if run and kind == "RayJob":
+            self._rayjobs[run] = key
         if kind == "Workload":
             for uid in _owners(found):
                 self._admissions[uid] = key
@@ -173,10 +190,13 @@ class Mirror:
     def _drop(self, kind: str, key: Key, version: str) -> None:
         known = self._objects[kind].pop(key)
         self._bury(known["metadata"]["uid"], version)
-        if kind == "Pod" and (run := (known["metadata"].get("labels") or {}).get(RUN_LABEL)):
+        run = (known["metadata"].get("labels") or {}).get(RUN_LABEL)
+        if run and kind == "Pod":
             self._pods[run].discard(key)
             if not self._pods[run]:
                 del self._pods[run]
+        if run and kind == "RayJob" and self._rayjobs.get(run) == key:
+            del self._rayjobs[run]
         if kind == "Workload":
             for uid in _owners(known):
                 if self._admissions.get(uid) == key:

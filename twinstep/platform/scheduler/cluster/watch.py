@@ -293,7 +293,7 @@ def lines(stream: Stream) -> Iterator[bytes]:
         UnavailableError: a line is longer than any event.
     """
     held = bytearray()
-    while data := stream.read():
+    for data in stream:
         held += data
         if b"\n" in data:
             *whole, rest = held.split(b"\n")
