@@ -12,10 +12,12 @@ from sqlalchemy import make_url
 from twinstep.platform.scheduler.cluster.kube import KubeCluster
 from twinstep.platform.scheduler.cluster.kube_api import Access, KubeApi
 from twinstep.platform.scheduler.cluster.lease import Elector
+from twinstep.platform.scheduler.cluster.logs import LogCollector
 from twinstep.platform.scheduler.cluster.reconcile import ClusterReconciler, Workers
 from twinstep.platform.scheduler.cluster.watch import Watcher
 from twinstep.platform.settings import ClusterSettings, Settings
 from twinstep.platform.store.cluster_runs import ClusterRuns
+from twinstep.platform.store.logs import Logs
 from twinstep.platform.store.records import View
 from twinstep.platform.store.store import Store
 
@@ -42,18 +44,21 @@ class Connection:
     cluster: KubeCluster
     elector: Elector | None
     """None: no other replica can have this database, so this one leads."""
+    collector: LogCollector
     reconciler: ClusterReconciler
 
     def start(self) -> None:
-        """Begin to watch, to take part in the election, and to look after runs."""
+        """Begin to watch, to take part in the election, to collect logs and to look after runs."""
         self.watcher.start()
         if self.elector is not None:
             self.elector.start()
+        self.collector.start()
         self.reconciler.start()
 
     def stop(self) -> None:
         """End: first what acts, then what it acts by. Another replica may lead at once."""
         self.reconciler.stop()
+        self.collector.stop()
         if self.elector is not None:
             self.elector.stop()
         self.watcher.stop()
@@ -75,7 +80,7 @@ def connect(settings: Settings, cluster: ClusterSettings, store: Store) -> Conne
     Raises:
         UnavailableError: what says where it is cannot be read.
     """
-    access = Access(kubeconfig=None if cluster.in_cluster else cluster.kubeconfig, context=cluster.context)
+    access = Access(kubeconfig=cluster.kubeconfig, context=cluster.context, in_cluster=cluster.in_cluster)
     api = KubeApi(access)
     watcher = Watcher(api, namespaces=cluster.namespaces)
     kube = KubeCluster(api, watcher)
@@ -88,17 +93,23 @@ def connect(settings: Settings, cluster: ClusterSettings, store: Store) -> Conne
             name=lease_name(settings.database_url),
             identity=f"{socket.gethostname()}-{secrets.token_hex(3)}",
         )
+
+    def leads() -> bool:
+        return elector is None or elector.leads
+
+    collector = LogCollector(api, watcher.mirror, Logs(store.database, store.changes), leads=leads)
     reconciler = ClusterReconciler(
         ClusterRuns(store.database, changed=store.changes.bump),
         kube,
         workers=Workers(image=settings.worker_image, api_url=cluster.api_url),
         every_seconds=settings.reconcile_seconds,
-        leads=lambda: elector is None or elector.leads,
+        leads=leads,
+        drain=collector.drain,
     )
     watcher.on_change = reconciler.nudge
     if elector is not None:
         elector.on_change = reconciler.nudge
-    return Connection(tuple(apis), watcher, kube, elector, reconciler)
+    return Connection(tuple(apis), watcher, kube, elector, collector, reconciler)
 
 
 def lease_name(database_url: str) -> str:

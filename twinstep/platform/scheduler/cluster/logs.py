@@ -107,7 +107,7 @@ class LogCollector:
             self._thread.join(timeout=5)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def drain(self, run_id: str, *, seconds: float = 10.0) -> bool:
+    def drain(self, run_id: str, *, seconds: float = 2.0) -> bool:
         """Read a run's logs up to now; to be called before its objects are deleted.
 
         Return whether all of them were read to their ends; False where the time was up, or the API server is away.

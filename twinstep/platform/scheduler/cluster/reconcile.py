@@ -92,14 +92,19 @@ class ClusterReconciler(Passes):
         workers: Workers,
         every_seconds: float,
         leads: Callable[[], bool] = lambda: True,
+        drain: Callable[[str], object] = lambda run_id: None,
         patience: Patience | None = None,
     ) -> None:
-        """`leads` says whether this control plane is the one to act; one that is not looks at nothing."""
+        """`leads` says whether this control plane is the one to act; one that is not looks at nothing.
+
+        `drain` reads a run's logs up to now, before it is called ended, and before its pods are deleted.
+        """
         super().__init__("cluster-reconciler", every_seconds=every_seconds, pause_seconds=min(0.1, every_seconds))
         self._runs = runs
         self._cluster = cluster
         self._workers = workers
         self._leads = leads
+        self._drain = drain
         self._patience = patience or Patience()
         self._clocks = (time.time(), uptime())
         self._swept_at = 0.0
@@ -364,6 +369,8 @@ class ClusterReconciler(Passes):
                 return told
         if to is RunState.FAILED and diagnosis and (pods := Diagnosis.model_validate(diagnosis).pods):
             reason = f"{reason}; {words_of(pods[0])}"
+        if to in FINAL and run.cluster is not None and run.cluster.uid and time.monotonic() < now.until:
+            self._drain(run.id)  # who follows it is told of its end after its last line
         changes = {"restarts": action.restarts, "diagnosis": diagnosis}
         if self._runs.advance(run, path_to(run.state, to), reason=reason, changes=changes) and to in FINAL:
             self.nudge()  # a later attempt may be waiting for this one

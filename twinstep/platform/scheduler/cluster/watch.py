@@ -56,7 +56,7 @@ class Watcher:
         *,
         namespaces: Sequence[str] = (),
         on_change: Callable[[], None] = lambda: None,
-        watch_seconds: float = 60.0,
+        watch_seconds: float = 20.0,
         absent_seconds: float = 60.0,
     ) -> None:
         """Prepare; nothing is asked before `start`.
@@ -64,7 +64,8 @@ class Watcher:
         Args:
             namespaces: the ones to watch; none: all of the cluster.
             on_change: called after every change, from any of the threads; must not block.
-            watch_seconds: how long one watch lasts; a dead connection is found after that and a quarter.
+            watch_seconds: how long one watch lasts: in a cluster where nothing happens, the API server is heard of
+                that often. A dead connection is found after that and a quarter.
             absent_seconds: how often a kind that the cluster does not have is asked for again.
         """
         self.mirror = Mirror()
