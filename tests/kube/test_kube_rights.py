@@ -79,5 +79,5 @@ def logged(server: FakeServer) -> str:
 def test_the_page_shows_the_table_and_the_role() -> None:
     rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+?) \|$", PAGE, re.MULTILINE)
     assert rows == [(kind.resource, ", ".join(kind.verbs), kind.why) for kind in KINDS.values()]
-    (block,) = re.findall(r"```yaml\n(.+?)```", PAGE, re.DOTALL)
+    (block,) = re.findall(r"```yml\n(.+?)```", PAGE, re.DOTALL)
     assert yaml.safe_load(block)["rules"] == rules(*(kind for kind in KINDS if kind != "Lease"))

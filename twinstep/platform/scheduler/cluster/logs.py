@@ -105,7 +105,10 @@ class LogCollector:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=5)
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            under_way = [feed.busy for feed in self._feeds.values() if feed.busy is not None]
+        wait(under_way, timeout=5)  # one that the API server lets wait is not waited for
 
     def drain(self, run_id: str, *, seconds: float = 2.0) -> bool:
         """Read a run's logs up to now; to be called before its objects are deleted.
