@@ -88,3 +88,41 @@ def test_logging_out_ends_the_session_and_not_the_token(live, admin, ask) -> Non
     assert "max-age=0" in gone.headers["set-cookie"].lower()
     assert live.http.get("/v1/session", headers={"cookie": f"{COOKIE}={cookie}"}).status_code == 401
     assert ask(admin).status_code == 200
+
+
+def test_what_outlives_its_request_ends_with_the_token_the_session_or_the_membership(live, users, admin, ask) -> None:
+    accounts = live.plane.service.accounts
+    token, secret = users.create_token("ada", role=Role.VIEWER, everywhere=False, created_by="root")
+    users.set_member("default", "ada", Role.VIEWER)
+    origin = {"origin": str(live.http.base_url).rstrip("/")}
+    cookie = live.http.post("/v1/session", json={"token": secret}, headers=origin).cookies[COOKIE]
+    by_cookie, by_token = accounts.by_session(cookie), accounts.by_token(secret)
+    assert (by_cookie.by, by_token.by) == ("session", "token")
+    assert accounts.still(by_cookie) == by_cookie
+    live.http.delete("/v1/session", headers=origin)
+    assert accounts.still(by_cookie) is None
+    assert accounts.still(by_token) == by_token
+    users.remove_member("default", "ada")
+    assert accounts.still(by_token).projects() == frozenset()
+    users.revoke_token(token.id)
+    assert accounts.still(by_token) is None
+
+
+@pytest.mark.parametrize("ends", ["revoked", "no member"])
+def test_a_stream_ends_when_its_reader_may_read_no_more(live, users, admin, ask, ends: str, monkeypatch) -> None:
+    monkeypatch.setattr("twinstep.platform.api.stream.LOOK_ANYWAY_S", 0.1)
+    users.set_member("default", "ada", Role.VIEWER)
+    token, secret = users.create_token("ada", role=Role.VIEWER, everywhere=False, created_by="root")
+    job = ask(admin, "POST", "/v1/jobs", json={"name": "sleeps"}).json()
+    path, headers = f"/v1/jobs/{job['id']}/stream", {"authorization": f"Bearer {secret}"}
+    with live.http.stream("GET", path, headers=headers) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        assert any(line == "event: state" for line in lines)
+        if ends == "revoked":
+            users.revoke_token(token.id)
+        else:
+            users.remove_member("default", "ada")
+        rest = list(lines)  # to its end, though the job goes on
+    assert "event: end" not in rest
+    assert live.http.get(path, headers=headers).status_code == (401 if ends == "revoked" else 404)

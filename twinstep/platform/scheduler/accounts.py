@@ -17,7 +17,7 @@ from twinstep.platform.settings import Settings, is_loopback
 from twinstep.platform.store.audit import AuditLog
 from twinstep.platform.store.database import Database
 from twinstep.platform.store.entry import Entry, current_entry, under_way
-from twinstep.platform.store.users import Known, Project, Token, Users, no_project
+from twinstep.platform.store.users import Known, Project, Token, Users, hash_secret, no_project
 from twinstep.spec.errors import Fault, ForbiddenError, NotFoundError, SpecError, UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.roles import (
@@ -53,6 +53,8 @@ class Principal:
     """None: no login is asked for."""
     by: By = "nothing"
     """How they are known."""
+    session: str | None = None
+    """Hash of the cookie they are known by, so that what outlives its request ends when they log out."""
 
     @property
     def is_local(self) -> bool:
@@ -123,12 +125,17 @@ class Accounts:
 
     def by_session(self, cookie: str) -> Principal | None:
         """Return whose session this is; None where it is nobody's."""
-        return _principal(self.users.by_session(cookie), "session") if 0 < len(cookie) <= 200 else None
+        if not 0 < len(cookie) <= 200:
+            return None
+        hashed = hash_secret(cookie)
+        return _principal(self.users.by_session(hashed), "session", session=hashed)
 
     def still(self, principal: Principal) -> Principal | None:
-        """Return what a principal may now, for what outlives its request; None: the token was revoked or expired."""
+        """Return what a principal may now, for what outlives its request; None: they are logged out."""
         if principal.is_local:
             return None if self.asks_for_login() else principal
+        if principal.session is not None:
+            return _principal(self.users.by_session(principal.session), "session", session=principal.session)
         return _principal(self.users.by_id(principal.token_id or ""), principal.by)
 
     # ---- what they may ----
@@ -252,12 +259,18 @@ def create_offline(
         database.close()
 
 
-def _principal(known: Known | None, by: By) -> Principal | None:
+def _principal(known: Known | None, by: By, *, session: str | None = None) -> Principal | None:
     if known is None:
         return None
     token = known.token
     return Principal(
-        user=token.user, role=token.role, everywhere=token.everywhere, members=known.members, token_id=token.id, by=by
+        user=token.user,
+        role=token.role,
+        everywhere=token.everywhere,
+        members=known.members,
+        token_id=token.id,
+        by=by,
+        session=session,
     )
 
 

@@ -203,10 +203,9 @@ class Users:
         """Return whose token this is; None where it is nobody's, revoked or expired."""
         return self._known(TokenRow.hash == hash_secret(secret), hash_secret(secret))
 
-    def by_session(self, cookie: str) -> Known | None:
-        """Return whose session this is; None where there is none, it is over, or its token is revoked or expired."""
-        hashed, now = hash_secret(cookie), time.time()
-        query = select(SessionRow.token_id).where(SessionRow.hash == hashed, SessionRow.expires_at > now)
+    def by_session(self, hashed: str) -> Known | None:
+        """Return whose session this is, by the hash of its cookie; None where it is over, or its token is."""
+        query = select(SessionRow.token_id).where(SessionRow.hash == hashed, SessionRow.expires_at > time.time())
         return self._known(TokenRow.id == query.scalar_subquery())
 
     def by_id(self, token_id: str) -> Known | None:
