@@ -25,6 +25,7 @@ from fastapi import FastAPI
 
 from twinstep.platform.api import create_app
 from twinstep.platform.dashboard import mount
+from twinstep.platform.scheduler.accounts import refuse_unprotected
 from twinstep.platform.scheduler.cluster.connect import Connection, connect
 from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.scheduler.passes import Passes
@@ -126,6 +127,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None] = lambda url: N
     with contextlib.ExitStack() as stack:
         # Files of every run come from here, by way of SQLite, supervisors and workers: one mask holds for them all.
         stack.callback(os.umask, os.umask(0o077))
+        refuse_unprotected(settings)
         listener = stack.enter_context(_listen(settings))
         settings = replace(settings, port=listener.getsockname()[1])
         stack.enter_context(_claim(settings.data_dir))

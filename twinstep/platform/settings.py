@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from twinstep.spec.errors import UnavailableError
 
 DEFAULT_PORT = 8765
+DATABASE = "twinstep.db"  # the file in the data directory, where no other database is named
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
@@ -141,8 +142,9 @@ class Settings:
 
     @property
     def url(self) -> str:
-        """Where this control plane answers."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        """Where this control plane answers on this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104  compared, not bound
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}"
 
     @property
@@ -159,7 +161,7 @@ class Settings:
     @property
     def database(self) -> str:
         """SQLAlchemy URL of the database. May hold a password."""
-        return self.database_url or f"sqlite:///{self.data_dir / 'twinstep.db'}"
+        return self.database_url or f"sqlite:///{self.data_dir / DATABASE}"
 
     @property
     def runs_dir(self) -> Path:

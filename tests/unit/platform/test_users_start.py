@@ -57,6 +57,7 @@ def test_a_process_that_may_not_start_says_so_and_serves_nothing(tmp_path: Path)
     settings = Settings(data_dir=tmp_path / "data", host="0.0.0.0", port=0)  # noqa: S104
     with pytest.raises(UnavailableError, match="no admin's token"):
         serve(settings, on_ready=lambda url: pytest.fail("it must not be ready"), pages=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_on_loopback_it_asks_once_there_was_a_token_and_for_good(store, settings) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from twinstep.platform.scheduler.projects import place
-from twinstep.platform.settings import Settings, is_loopback
+from twinstep.platform.settings import DATABASE, Settings, is_loopback
 from twinstep.platform.store.audit import AuditLog
 from twinstep.platform.store.database import Database
 from twinstep.platform.store.entry import Entry, current_entry, under_way
@@ -230,11 +230,22 @@ class Accounts:
                 )
             self.users.bootstrap(secret)
         if not is_loopback(settings.host) and not self.users.has_admin():
-            raise UnavailableError(
-                f"{settings.host} is not a loopback address, and there is no admin's token to protect it",
-                remedy="make one first: twinstep token create USER --admin --offline",
-            )
+            raise _no_admin(settings)
         self.asks_for_login()
+
+
+def refuse_unprotected(settings: Settings) -> None:
+    """Raise UnavailableError where nobody could log in for certain: before anything is made that stays behind."""
+    there_may_be_one = settings.bootstrap_token_file or settings.database_url or (settings.data_dir / DATABASE).exists()
+    if not is_loopback(settings.host) and not there_may_be_one:
+        raise _no_admin(settings)
+
+
+def _no_admin(settings: Settings) -> UnavailableError:
+    return UnavailableError(
+        f"{settings.host} is not a loopback address, and there is no admin's token to protect it",
+        remedy="make one first: twinstep token create USER --admin --offline",
+    )
 
 
 def create_offline(
