@@ -227,13 +227,6 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         StepCompiler(step, model, torch.optim.SGD(other.parameters(), lr=0.1), backend="xla")
 
 
-def test_momentum_with_dampening_is_refused_where_it_would_be_wrong() -> None:
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-    with pytest.raises(CompileError, match="dampening"):
-        StepCompiler(step, model, optimizer, backend="xla")
-
-
 def test_an_integer_that_xla_would_cut_is_refused() -> None:
     model = nn.Embedding(4, 2)
 

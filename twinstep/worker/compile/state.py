@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from twinstep.spec.errors import CaptureError, CompileError
 from twinstep.worker.compile.accumulation import GradientInTrace, LiveGradients, trainable
+from twinstep.worker.compile.dampening import NOT_STEPPED, first_steps_followed
 
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
@@ -258,6 +259,7 @@ class TrainState:
         with contextlib.ExitStack() as stack:
             # stack_weights: put back in reverse order, or a module under two names would keep what it was lent.
             stack.enter_context(_reparametrize_module(self.model, named, tie_weights=True, stack_weights=True))
+            stack.enter_context(first_steps_followed())
             entries: list[tuple[Optimizer, Tensor, str]] = []
             for optimizer in self.optimizers.values():
                 entries += stack.enter_context(_swapped_optimizer(optimizer, self._names, named, rest, rates))
@@ -388,15 +390,8 @@ def materialise(key: str, optimizer: Optimizer) -> None:
     its state when it is built (Adagrad, RowWiseAdagrad), or has taken a step already, needs none of it.
 
     Raises:
-        CompileError: state is not a tensor; it would not start from zero; or the first step is special (SGD momentum
-            with dampening).
+        CompileError: state is not a tensor, or would not start from zero.
     """
-    for group in optimizer.param_groups:
-        if group.get("momentum") and group.get("dampening"):
-            raise CompileError(
-                f"optimizer {key!r} is SGD with momentum and dampening, whose first step differs from all others",
-                remedy="set dampening=0",
-            )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if all(optimizer.state.get(parameter) or not parameter.requires_grad for parameter in parameters):
         _check_state(key, optimizer)
@@ -406,6 +401,7 @@ def materialise(key: str, optimizer: Optimizer) -> None:
             f"optimizer {key!r} ({type(optimizer).__name__}) starts from state that is not known to be zero",
             remedy="use SGD, Adam, AdamW, Adagrad, RMSprop or RowWiseAdagrad, or take its first step eagerly",
         )
+    zero = NOT_STEPPED if type(optimizer) is torch.optim.SGD else 0.0
     before = [parameter.detach().clone() for parameter in parameters]
     gradients = [parameter.grad for parameter in parameters]
     known = {
@@ -427,7 +423,7 @@ def materialise(key: str, optimizer: Optimizer) -> None:
                     if (id(parameter), entry) in known:
                         tensor.copy_(known[id(parameter), entry])
                     elif isinstance(tensor, Tensor):
-                        tensor.zero_()
+                        tensor.fill_(zero)
     _check_state(key, optimizer)
 
 

@@ -20,6 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import Captured, Decompositions, capture
+from twinstep.worker.compile.dampening import is_dampened
 from twinstep.worker.compile.state import TrainState
 
 
@@ -210,6 +211,8 @@ def _why_not(optimizer: Optimizer, settings: Mapping[str, Any]) -> str:
         return "betas are tensors"
     if settings.get("differentiable"):
         return "the update is differentiated"
+    if is_dampened(settings):
+        return "dampening leaves the first step out"
     return ""
 
 
