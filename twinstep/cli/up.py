@@ -28,7 +28,9 @@ DatabaseOpt = Annotated[
         help="postgresql://USER@HOST/NAME instead of SQLite; else TWINSTEP_DATABASE_URL, which ps does not show.",
     ),
 ]
-ParallelOpt = Annotated[int, typer.Option("--max-parallel", min=1, help="Runs at once on this machine; others wait.")]
+ParallelOpt = Annotated[
+    int, typer.Option("--max-parallel", min=0, help="Runs at once on this machine; others wait. 0: none runs here.")
+]
 KubeconfigOpt = Annotated[
     str | None, typer.Option("--kubeconfig", metavar="FILE", help="Run TPU and GPU jobs in the cluster of this file.")
 ]

@@ -107,7 +107,7 @@ class Settings:
     bootstrap_token_file: Path | None = None
     """File (of a Secret) with a token that is an admin's as long as it stands there."""
     max_parallel_runs: int = 1
-    """Runs the local backend starts at once; others wait in the order they came."""
+    """Runs the local backend starts at once; others wait in the order they came. 0: this machine runs none."""
     reconcile_seconds: float = 0.5
     """Seconds between two looks at what runs; a submit or a cancel is looked at at once."""
     stream_seconds: float = 0.25
@@ -135,10 +135,8 @@ class Settings:
             )
         if not 0 <= self.port <= 65535:
             raise UnavailableError(f"port {self.port} is no TCP port", remedy="give a port from 1024 to 65535")
-        if self.max_parallel_runs < 1:
-            raise UnavailableError(
-                f"max_parallel_runs is {self.max_parallel_runs}: no run could ever start", remedy="give 1 or more"
-            )
+        if self.max_parallel_runs < 0:
+            raise UnavailableError(f"max_parallel_runs is {self.max_parallel_runs}", remedy="give 0 or more")
 
     @property
     def url(self) -> str:

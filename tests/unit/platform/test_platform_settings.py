@@ -46,7 +46,7 @@ def test_a_data_directory_that_leads_nowhere_is_refused(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"port": -1}, {"port": 65536}, {"max_parallel_runs": 0}, {"host": "10.0.0.1", "no_login": True}]
+    "wrong", [{"port": -1}, {"port": 65536}, {"max_parallel_runs": -1}, {"host": "10.0.0.1", "no_login": True}]
 )
 def test_settings_that_cannot_work_are_refused_with_a_remedy(tmp_path: Path, wrong: dict[str, object]) -> None:
     with pytest.raises(UnavailableError) as caught:

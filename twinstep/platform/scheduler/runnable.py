@@ -34,6 +34,18 @@ def check_runnable(spec: JobSpec, settings: Settings) -> None:
             ),
             "run it on your own machine: twinstep up, or twinstep train",
         )
+    if kind == "cpu" and settings.max_parallel_runs == 0:
+        raise _refused(
+            "nothing runs on this control plane's own machine",
+            Fault(
+                field="accelerator.kind",
+                problem="cannot run on this control plane, which was started with --max-parallel 0",
+                given="'cpu'",
+                allowed="tpu, gpu" if cluster is not None else "none: it has no cluster either",
+                remedy="kind: tpu, or gpu",
+            ),
+            "run it on your own machine: twinstep up, or twinstep train",
+        )
     if kind == "cpu":
         return
     if cluster is None:
