@@ -30,7 +30,12 @@ def fill_jobs(database: Database, count: int, *, prefix: str = "sweep", attempts
         machine = MACHINES[index % len(MACHINES)]
         lr = round(10 ** -dice.uniform(2, 5), 6)
         spec = JobSpec.model_validate(
-            {"name": f"{prefix}-{index:05d}", "accelerator": machine, "optimizers": {"dense": {"lr": lr}}}
+            {
+                "name": f"{prefix}-{index:05d}",
+                "accelerator": machine,
+                "optimizers": {"dense": {"lr": lr}},
+                "kubernetes": {"image": "registry.example/worker:1"},
+            }
         )
         created = now - SPAN_S * (count - index) / count
         job_id = f"job-{index:014d}"
