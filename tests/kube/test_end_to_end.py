@@ -19,7 +19,7 @@ import httpx
 import pytest
 import uvicorn
 from fakekube.admission import crds_dir, warm
-from fakekube.kubelet import Ending
+from fakekube.kubelet import Ending, Work
 from fakekube.server import FakeServer
 from fakekube.simulation import Simulation
 from kubernetes import client, config
@@ -330,3 +330,32 @@ def test_a_preempted_node_is_a_restart_that_costs_no_try(live: Live) -> None:
     live.when(job, "running")
     finish(live, job)
     live.when(job, "succeeded")
+
+
+def test_a_job_that_ran_out_of_memory_is_explained(live: Live) -> None:
+    simulation = live.place.simulation
+    job = live.submit(TPU, kubernetes={"max_restarts": 0})
+    live.when(job, "running")
+    assert simulation.end(job["run_id"], Ending(code=137, reason="OOMKilled"), host=1)
+    live.when(job, "failed")
+    found = live.explained(job, "memory")
+    assert found["next_step"]
+
+
+def test_a_job_that_no_node_takes_is_explained(live: Live) -> None:
+    live.place.simulation.kubelet.full = "0/8 nodes are available: 8 Insufficient google.com/tpu."
+    assert live.place.server is not None
+    live.place.server.shift = -120.0  # it has been so for two minutes
+    job = live.submit(TPU)
+    live.when(job, "starting")
+    live.explained(job, "Insufficient google.com/tpu")
+    live.ask(job, "cancel")
+    live.when(job, "cancelled")
+
+
+def test_an_image_that_does_not_come_is_explained(live: Live) -> None:
+    live.place.simulation.kubelet.work = lambda pod: Work(pull="ErrImagePull")
+    job = live.submit(TPU)
+    live.explained(job, "image")
+    live.ask(job, "cancel")
+    live.when(job, "cancelled")

@@ -60,6 +60,13 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "test_order_and_times_of_conditions_decide_nothing",
         "test_times_of_every_offset_are_read",
     ),
+    "8: an end that is lost, and a job that is sent again after it": (
+        "test_what_goes_after_its_time_to_live_stays_as_it_ended",
+        "test_a_run_that_has_ended_has_ended_whatever_becomes_of_its_objects",
+        "test_a_workload_that_somebody_else_deletes_is_lost_and_never_sent_again",
+        "test_the_mirror_alone_ends_no_run",
+        "test_a_final_state_is_never_left_and_every_live_one_can_fail_or_be_cancelled",
+    ),
     "9: a status stuck between two sources": (
         "test_a_job_that_ray_ended_is_believed_after_a_while",
         "test_a_rayjob_whose_submitter_hangs_stays_running",
@@ -80,12 +87,31 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "test_of_many_submits_with_one_key_at_once_one_stores_a_job",
         "test_wherever_an_apply_breaks_off_the_next_one_finishes_it",
     ),
+    "11 too: killed, or left without an answer, between two steps of a submit": (
+        "test_a_submit_survives_a_kill_at_any_step",
+        "test_a_submit_comes_through_whatever_the_api_server_answers",
+        "test_two_that_both_believe_to_lead_double_nothing",
+    ),
     "12: a name used again": (
         "test_a_run_is_joined_by_label_and_uid_never_by_name",
         "test_another_of_the_same_name_is_neither_seen_nor_deleted_nor_suspended",
         "test_one_that_is_being_deleted_is_waited_for",
         "test_what_is_somebody_elses_is_refused_by_name_and_left_alone",
         "test_a_service_that_a_jobset_would_take_for_its_own_is_refused_by_name",
+    ),
+    "13: logs that end too soon, lose their end or stall the server": (
+        "test_a_log_read_in_pieces_is_the_log",
+        "test_half_a_character_at_the_end_of_a_finished_log_is_shown_as_replaced",
+        "test_bytes_that_are_not_utf_8_are_replaced",
+        "test_the_last_lines_of_a_huge_log_are_found_without_reading_it_all",
+    ),
+    "14: retries without end, restarts counted anew": (
+        "test_a_failed_pod_restarts_all_of_it_until_it_may_no_more",
+        "test_a_run_suspended_for_days_is_neither_sent_again_nor_stopped_for_its_time_limit",
+        "test_restarts_never_fall",
+        "test_a_name_that_is_taken_is_waited_for_and_not_for_ever",
+        "test_patience_grows_is_bounded_and_is_never_the_same_for_two",
+        "test_an_api_server_that_is_away_is_told_of_and_asked_ever_more_seldom",
     ),
     "15: traps of parsing": (
         "test_words_that_older_yaml_takes_for_something_else_are_text",
