@@ -64,7 +64,7 @@ HostOpt = Annotated[
 ]
 PublicUrlOpt = Annotated[
     str | None,
-    typer.Option("--public-url", metavar="URL", help="Where browsers reach it from afar: the ingress's, https."),
+    typer.Option("--public-url", metavar="URL", help="Browsers' https address of it; else TWINSTEP_PUBLIC_URL."),
 ]
 AllowedHostOpt = Annotated[
     list[str] | None,
@@ -109,7 +109,7 @@ def up(
         cluster=_cluster(kubeconfig, context, in_cluster, namespaces, workers_url, crds),
         worker_image=image or os.environ.get("TWINSTEP_WORKER_IMAGE") or None,
         host=host,
-        public_url=public_url,
+        public_url=public_url or os.environ.get("TWINSTEP_PUBLIC_URL") or None,
         allowed_hosts=tuple(allowed_hosts or ()),
         no_login=no_login,
         open_metrics=open_metrics,

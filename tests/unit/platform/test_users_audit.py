@@ -10,6 +10,7 @@ from sqlalchemy import text
 from twinstep.platform.api.limits import FAILURES
 from twinstep.platform.store.entry import Entry, under_way
 from twinstep.platform.store.submits import add_job
+from twinstep.spec.errors import UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.roles import Role
 
@@ -114,6 +115,24 @@ def test_a_line_is_there_if_and_only_if_its_change_is(live) -> None:
     with under_way(entry):
         job = store.create_job(JobSpec(name="a"), actor="ada")
     assert [(each["target"], each["outcome"]) for each in log(live)] == [(job.id, "done")]
+
+
+def test_a_database_that_takes_no_more_is_still_read_and_the_lost_line_is_logged(
+    live, admin, ask, monkeypatch, caplog
+) -> None:
+    database = live.plane.store.database
+
+    def full() -> Any:
+        raise UnavailableError("the database does not answer: disk full", remedy="make room")
+
+    live.plane.reconciler.stop()
+    with monkeypatch.context() as broken:
+        broken.setattr(type(database), "write", lambda self: full())
+        assert ask(admin).status_code == 200
+        assert ask(admin, "POST", "/v1/projects", json={"name": "a"}).status_code == 503
+        assert ask(admin, "POST", "/v1/projects", json={"name": "A"}).status_code == 422
+    assert [record.message for record in caplog.records if "project.create" in record.message]
+    assert log(live) == []
 
 
 @pytest.mark.parametrize("change", ["UPDATE audit SET actor = 'eve'", "DELETE FROM audit"])

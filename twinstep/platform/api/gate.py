@@ -73,8 +73,8 @@ class Audited:
             entry.action = entry.action or "request"
             # Whoever is not known may not fill the log.
             return "refused" if entry.actor != NOBODY.user or self._noted.note(entry.address) is None else None
-        if not entry.action or method in SAFE_METHODS:
-            return None
+        if not entry.action or method in SAFE_METHODS or status == 503:
+            return None  # a database that is away has changed nothing, and takes no line either
         if status < 400:
             return None if entry.written else "done"
         return "refused" if status < 500 else "failed"
@@ -84,7 +84,7 @@ def _write(accounts: Accounts, entry: Entry, outcome: Outcome) -> None:
     try:
         accounts.audit.add(entry, outcome=outcome, reason=entry.reason)
     except TwinstepError as error:
-        # A database that is away has changed nothing either. What is lost of the log there is kept here.
+        # What is lost of the log there is kept here.
         _log.error("the audit log cannot be written (%s): %s", error.problem, asdict(entry) | {"outcome": outcome})
 
 

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import secrets
 import time
+from contextlib import suppress
 from typing import Any
 
 from pydantic import Field
@@ -22,7 +23,7 @@ from twinstep.platform.store.database import Database
 from twinstep.platform.store.ids import new_id
 from twinstep.platform.store.records import View
 from twinstep.platform.store.tables import JobRow, MemberRow, ProjectRow, RunRow, SessionRow, TokenRow
-from twinstep.spec.errors import ConflictError, NotFoundError
+from twinstep.spec.errors import ConflictError, NotFoundError, UnavailableError
 from twinstep.spec.roles import BOOTSTRAP, DEFAULT_PROJECT, TOKEN_PREFIX, Role
 from twinstep.spec.states import LIVE
 
@@ -234,7 +235,8 @@ class Users:
         query = update(TokenRow).where(
             TokenRow.id == token.id, or_(TokenRow.last_used_at.is_(None), TokenRow.last_used_at <= now - SEEN_EVERY_S)
         )
-        with self._database.write() as connection:
+        # A database that takes no more, whose disk is full say, can still be read.
+        with suppress(UnavailableError), self._database.write() as connection:
             connection.execute(query.values(last_used_at=now))
 
     # ---- sessions ----
