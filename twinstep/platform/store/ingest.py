@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, insert, select, update
-from sqlalchemy.dialects.postgresql import insert as postgresql_insert
+from sqlalchemy import Connection, insert, select, text, update
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
 from twinstep.platform.store.moves import write_move
@@ -22,6 +21,14 @@ from twinstep.spec.report import EventRecord, MetricRecord, ProgressRecord, Reco
 from twinstep.spec.states import RunState
 
 MAX_NAME = 200  # characters of a metric's name, as its column has it
+_ADD_POINTS = sqlite_insert(MetricRow).on_conflict_do_nothing()
+# One statement for a whole batch: PostgreSQL takes a row by itself ten times slower. Ids follow the order of the rows.
+_ADD_ALL_POINTS = text(
+    "INSERT INTO metrics (run_id, step, time, name, value) "
+    "SELECT :run_id, step, time, name, value FROM unnest(CAST(:step AS bigint[]), CAST(:time AS double precision[]), "
+    "CAST(:name AS text[]), CAST(:value AS double precision[])) "
+    "WITH ORDINALITY AS point (step, time, name, value, place) ORDER BY place ON CONFLICT DO NOTHING"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,8 +147,11 @@ def _write(connection: Connection, run_id: str, rows: _Rows, *, acked: int, now:
         connection.execute(insert(EventRow), rows.events)
     if rows.metrics:
         # A step told twice (a worker that went back to a checkpoint) keeps its first number: cursors only go forward.
-        build = sqlite_insert if dialect == "sqlite" else postgresql_insert
-        connection.execute(build(MetricRow).on_conflict_do_nothing(), rows.metrics)
+        if dialect == "sqlite":
+            connection.execute(_ADD_POINTS, rows.metrics)
+        else:
+            columns = {name: [row[name] for row in rows.metrics] for name in ("step", "time", "name", "value")}
+            connection.execute(_ADD_ALL_POINTS, {"run_id": run_id, **columns})
 
 
 def _lost_event(job_id: str, run_id: str, now: float, gap: tuple[int, int]) -> dict[str, Any]:
