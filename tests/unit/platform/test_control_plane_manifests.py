@@ -6,16 +6,20 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import typer.main
 import yaml
 
+from twinstep.cli.app import app
 from twinstep.platform.scheduler.cluster.kinds import KINDS, rules
 from twinstep.platform.scheduler.validate.schemas import core_faults
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "manifests" / "control-plane"
-FOLDERS = sorted(path.parent for path in FOLDER.glob("*/kustomization.yaml"))
+FOLDERS = sorted(path.parent for path in FOLDER.glob("*/kustomization.yaml") if path.parent.name != "example")
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 Object = dict[str, Any]
 
 
@@ -125,3 +129,32 @@ def test_kustomize_builds_each_folder(folder: Path) -> None:
     built = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True).stdout
     kinds = [each["kind"] for each in yaml.safe_load_all(built)]
     assert sorted(kinds) == sorted(each["kind"] for each in objects_in(folder))
+
+
+def test_the_example_holds_the_control_plane_and_its_rights_where_jobs_run() -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl, which has kustomize, on this machine")
+    command = ["kubectl", "kustomize", str(FOLDER / "example")]
+    built = list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    found = {(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in built}
+    (settings,) = [each["data"] for each in built if each["kind"] == "ConfigMap"]
+    for namespace in settings["TWINSTEP_NAMESPACES"].split(","):
+        assert {("Namespace", None, namespace), ("Role", namespace, "twinstep-runs")} <= found
+        assert ("RoleBinding", namespace, "twinstep-runs") in found
+    subjects = [subject for each in built if each["kind"] == "RoleBinding" for subject in each["subjects"]]
+    assert {("ServiceAccount", each["namespace"], each["name"]) for each in subjects} <= found
+    service = urlsplit(settings["TWINSTEP_WORKERS_URL"]).hostname or ""
+    name, namespace, _ = service.split(".")
+    assert ("Service", namespace, name) in found
+
+
+def test_containers_are_started_with_options_that_there_are_and_settings_that_are_read() -> None:
+    read = "".join(path.read_text() for path in (ROOT / "twinstep").rglob("*.py"))
+    for pod in PODS:
+        (container,) = pod["containers"]
+        command, *options = container["args"]
+        known = {name for each in COMMANDS[command].params for name in each.opts}
+        assert {option for option in options if option.startswith("--")} <= known
+        assert all(f'"{entry["name"]}"' in read for entry in container["env"] if entry["name"] != "HOME")
+    for name in one("ConfigMap")["data"]:
+        assert f'"{name}"' in read
