@@ -110,6 +110,7 @@ def assemble(settings: Settings, *, pages: bool = True) -> ControlPlane:
         nudge=nudge,
         reconciler_age=age,
         cluster_health=lambda: None if cluster is None else cluster.health(),
+        cluster_figures=lambda: None if cluster is None else cluster.figures(),
     )
     app = create_app(service)
     if pages:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -75,6 +75,7 @@ class _Runs(Collector):
         ready = GaugeMetricFamily("twinstep_ready", "1 while runs are looked after.", value=float(readiness.ready))
         yield ready
         yield from _cluster(readiness)
+        yield from _asked(self._service)
         if readiness.reconciler_age_seconds is not None:
             yield GaugeMetricFamily(
                 "twinstep_reconciler_age_seconds",
@@ -113,12 +114,41 @@ def _cluster(readiness: Readiness) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "twinstep_cluster_leads", "1 while this replica looks after the cluster's runs.", value=float(cluster.leads)
     )
-    if cluster.watch_age_seconds is not None:
-        yield GaugeMetricFamily(
-            "twinstep_cluster_watch_age_seconds",
-            "Since the API server was last heard of, by the stalest watch.",
-            value=cluster.watch_age_seconds,
-        )
+    ages = GaugeMetricFamily(
+        "twinstep_cluster_watch_age_seconds", "Since the API server was last heard of, by a kind's watch.",
+        labels=("kind",),
+    )  # fmt: skip
+    for kind, age in cluster.watch_ages_seconds.items():
+        if age is not None:
+            ages.add_metric((kind,), age)
+    yield ages
+
+
+def _asked(service: Service) -> Iterator[Metric]:
+    figures = service.cluster_figures()
+    if figures is None:
+        return
+    lists = CounterMetricFamily(
+        "twinstep_cluster_lists", "Lists of all objects of a kind: a watch began, or had lost its place.",
+        labels=("kind",),
+    )  # fmt: skip
+    for kind, count in figures.lists.items():
+        lists.add_metric((kind,), count)
+    requests = CounterMetricFamily(
+        "twinstep_cluster_requests", "Requests to the API server.", labels=("verb", "kind")
+    )  # fmt: skip
+    for asked, count in figures.requests.items():
+        requests.add_metric(asked, count)
+    errors = CounterMetricFamily(
+        "twinstep_cluster_errors", "Requests that failed: a status, timeout or connection.", labels=("code",)
+    )  # fmt: skip
+    for code, count in figures.errors.items():
+        errors.add_metric((code,), count)
+    yield from (lists, requests, errors)
+    yield CounterMetricFamily("twinstep_cluster_log_bytes", "Bytes of logs collected.", value=figures.log_bytes)
+    yield GaugeMetricFamily(
+        "twinstep_cluster_log_dropped_bytes", "Bytes of logs that are not kept.", value=service.logs.dropped_bytes()
+    )
 
 
 class RequestTimer:

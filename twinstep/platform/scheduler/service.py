@@ -13,7 +13,7 @@ from typing import Any
 
 from twinstep.platform.scheduler.accounts import Accounts
 from twinstep.platform.scheduler.attempts import Verbs
-from twinstep.platform.scheduler.cluster.connect import ClusterHealth
+from twinstep.platform.scheduler.cluster.connect import ClusterFigures, ClusterHealth
 from twinstep.platform.scheduler.explain import Explanation, explain
 from twinstep.platform.scheduler.render.render import RenderedRun
 from twinstep.platform.scheduler.rundir import RunDir, hash_token
@@ -75,6 +75,7 @@ class Service:
         nudge: Callable[[], None] = lambda: None,
         reconciler_age: Callable[[], float | None] = lambda: None,
         cluster_health: Callable[[], ClusterHealth | None] = lambda: None,
+        cluster_figures: Callable[[], ClusterFigures | None] = lambda: None,
     ) -> None:
         """`nudge` makes the reconcilers look at once; `reconciler_age` tells when the slower one last did."""
         self.settings = settings
@@ -91,6 +92,8 @@ class Service:
         self._nudge = nudge
         self._age = reconciler_age
         self._cluster_health = cluster_health
+        self.cluster_figures = cluster_figures
+        """What was asked of the cluster so far; None where there is none."""
 
     # ---- jobs ----
 

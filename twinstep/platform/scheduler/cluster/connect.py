@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import socket
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import make_url
@@ -31,8 +33,24 @@ class ClusterHealth(View):
     """This replica looks after the cluster's runs; of several, one does."""
     watch_age_seconds: float | None
     """Since the API server was last heard of, by the stalest of the watches; null before it ever was."""
+    watch_ages_seconds: dict[str, float | None]
+    """The same for each kind that is watched."""
     troubles: list[str]
     """What keeps the watches from going on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterFigures:
+    """What this control plane has asked of its cluster so far, for /metrics."""
+
+    lists: Mapping[str, int]
+    """Of all objects of a kind; every one but the first of each watch, because the watch had lost its place."""
+    requests: Mapping[tuple[str, str], int]
+    """By (verb, kind)."""
+    errors: Mapping[str, int]
+    """By status code, `timeout` or `connection`."""
+    log_bytes: int
+    """Of containers' logs that were collected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +88,17 @@ class Connection:
         return ClusterHealth(
             leads=self.elector is None or self.elector.leads,
             watch_age_seconds=self.watcher.age(),
+            watch_ages_seconds=self.watcher.ages(),
             troubles=self.watcher.troubles(),
+        )
+
+    def figures(self) -> ClusterFigures:
+        """Return what was asked so far; asks nobody."""
+        return ClusterFigures(
+            lists=self.watcher.lists(),
+            requests=sum((api.counts.requests.copy() for api in self.apis), Counter()),
+            errors=sum((api.counts.errors.copy() for api in self.apis), Counter()),
+            log_bytes=self.collector.counts.bytes,
         )
 
 
