@@ -7,25 +7,19 @@ dense attention and all; what the compiler puts in its place is part of what is 
 
 from __future__ import annotations
 
-import contextlib
-import math
 import statistics
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from bench.child import Child, need_cxx
-from bench.measure import Say, interleave, ratio, ratio_spread, result, spread
+from bench.child import need_cxx
+from bench.measure import Say, result
+from bench.sides import sides, take_turns
 
 VARIANTS = ("eager", "torch_compile", "inductor", "xla")
 PAIRS = (("eager", "inductor"), ("torch_compile", "inductor"), ("eager", "xla"))
-LOSS_TOLERANCE = (
-    1e-2  # relative to the first variant's; float32 sums in another order drift apart by far less in a hundred steps
-)
 
 SPEC: dict[str, Any] = {
     "name": "bench-step",
@@ -65,65 +59,21 @@ def run(size: Size = FULL, *, say: Say) -> dict[str, Any]:
     """
     if {"inductor", "torch_compile"} & set(size.variants):
         need_cxx()
-    losses: dict[str, list[float]] = {name: [] for name in size.variants}
-    with tempfile.TemporaryDirectory(prefix="twinstep-bench-") as folder, contextlib.ExitStack() as stack:
-        children: dict[str, Child] = {}
-        for name in size.variants:
-            cache = Path(folder) / name
-            arguments = {"variant": name, "spec": size.spec, "cache_dir": str(cache)}
-            children[name] = stack.enter_context(
-                Child("bench.variants:Variant", arguments, cache_dir=cache / "inductor")
-            )
-        first = {}
-        for name, child in children.items():
-            say(f"{name}: first step")
-            first[name] = float(child.call("first"))
-
-        def turn(name: str) -> Callable[[], float]:
-            def go() -> float:
-                found = children[name].call("steps", count=size.steps)
-                losses[name].append(found["loss"])
-                return float(found["seconds"])
-
-            return go
-
-        samples = interleave(
-            {name: turn(name) for name in size.variants},
-            runs=size.runs,
-            warmup=size.warmup,
-            on_round=lambda number, total: say(f"round {number} of {total}"),
-        )
+    wanted = {name: {"variant": name, "spec": size.spec} for name in size.variants}
+    with sides("bench.variants:Variant", wanted, say=say) as (children, first):
+        found = take_turns(children, size, say=say)
         memory = {name: child.call("memory") for name, child in children.items()}
-    return result("step", _body(size, samples, losses, first, memory), runs=size.runs)
-
-
-def _body(
-    size: Size,
-    samples: Mapping[str, list[float]],
-    losses: Mapping[str, list[float]],
-    first: Mapping[str, float],
-    memory: Mapping[str, Mapping[str, float]],
-) -> dict[str, Any]:
-    pairs = [pair for pair in PAIRS if set(pair) <= set(samples)]
-    reference = losses[size.variants[0]]
-    gaps = [
-        abs(loss - right) / abs(right) for each in losses.values() for loss, right in zip(each, reference, strict=True)
-    ]
-    # NaN compares with nothing, so that max() could pass over it, and JSON has no word for it.
-    gap = max(gaps) if all(map(math.isfinite, gaps)) else None
-    return {
-        "ratios": {f"{above}/{below}": ratio(samples[above], samples[below]) for above, below in pairs},
-        "ratio_spread": {f"{above}/{below}": ratio_spread(samples[above], samples[below]) for above, below in pairs},
-        "ms": {name: statistics.median(values) * 1e3 for name, values in samples.items()},
-        "ms_spread": {name: spread([value * 1e3 for value in values]) for name, values in samples.items()},
-        "first_step_s": dict(first),
-        "peak_mib": {name: found["steps"] for name, found in memory.items() if "steps" in found},
-        "memory_mib": {name: dict(found) for name, found in memory.items()},
-        "loss_gap": gap,
-        "equal": gap is not None and gap <= LOSS_TOLERANCE,
+    body = {
+        **found.compared(PAIRS),
+        "ms": {name: statistics.median(values) * 1e3 for name, values in found.samples.items()},
+        "first_step_s": first,
+        "peak_mib": {name: each["steps"] for name, each in memory.items() if "steps" in each},
+        "memory_mib": {name: dict(each) for name, each in memory.items()},
+        **found.agreement(),
         "steps_per_run": size.steps,
         "spec": dict(size.spec),
     }
+    return result("step", body, runs=size.runs)
 
 
 def table(found: Mapping[str, Any]) -> Table:

@@ -8,16 +8,15 @@ large one misses the processor's caches and TLB more often: that part of its cos
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
 
 from bench.child import need_cxx
-from bench.measure import Say, interleave, ratio, ratio_spread, result, spread
-from bench.sparse import start
+from bench.measure import Say, ratio, ratio_spread, result, spread
+from bench.sides import sides, take_turns
 from bench.tables import spec_with
 from twinstep.spec.errors import UnavailableError
 
@@ -55,18 +54,8 @@ def run(size: Size = FULL, *, say: Say) -> dict[str, Any]:
         for backend in size.backends
         for name, spec in size.specs.items()
     }
-    with contextlib.ExitStack() as stack:
-        children = start(stack, wanted, say=say)
-
-        def turn(name: str) -> Callable[[], float]:
-            return lambda: float(children[name].call("steps", count=size.steps)["seconds"])
-
-        samples = interleave(
-            {name: turn(name) for name in wanted},
-            runs=size.runs,
-            warmup=size.warmup,
-            on_round=lambda number, total: say(f"round {number} of {total}"),
-        )
+    with sides("bench.tables:TableVariant", wanted, say=say) as (children, _):
+        samples = take_turns(children, size, say=say).samples
         memory = {name: child.call("memory") for name, child in children.items()}
     return result("table-size", _body(size, samples, memory), runs=size.runs)
 

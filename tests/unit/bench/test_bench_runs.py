@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import attention, quality, recompile, sparse, step, table_size
+from bench import attention, quality, recompile, sides, sparse, step, table_size
 from bench.measure import as_line
 from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
@@ -84,7 +84,7 @@ def test_step_holds_its_variants_to_the_same_losses(loss: float, equal: bool, mo
                 "memory": {"start": 1.0},
             }
 
-    monkeypatch.setattr(step, "Child", Told)
+    monkeypatch.setattr(sides, "Child", Told)
     found = step.run(step.Size(spec=TINY, variants=("eager", "xla"), runs=7), say=lambda text: None)
     check(found)
     assert found["equal"] is equal
@@ -210,7 +210,7 @@ class TableSizes(Answers):
 
 
 def test_table_size_sets_the_large_table_over_the_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse, "Child", TableSizes)
+    monkeypatch.setattr(sides, "Child", TableSizes)
     size = table_size.Size(specs={"small": {"rows": 1}, "large": {"rows": 2}}, backends=("xla",), runs=7)
     found = table_size.run(size, say=lambda text: None)
     check(found)

@@ -116,6 +116,12 @@ def test_the_picture_is_valid_has_a_legend_and_few_boxes(deep: Inspectable, tmp_
     assert not [each for each in root.iter() if "href" in "".join(each.attrib)]  # self-contained
 
 
+def test_a_picture_of_another_format_is_refused_with_the_name_to_give(deep: Inspectable, tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"step\.png ends in \.png.*step\.svg"):
+        deep.draw(tmp_path / "step.png")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_picture_that_cannot_be_written_is_an_error(deep: Inspectable, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="cannot be written"):
         deep.draw(tmp_path / "nowhere" / "step.svg")

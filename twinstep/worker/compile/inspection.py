@@ -81,8 +81,14 @@ class Inspectable:
         """Write the step as an SVG picture.
 
         Raises:
-            CompileError: the file cannot be written.
+            CompileError: the file's name ends in another format's ending, or it cannot be written.
         """
+        ending = Path(path).suffix.lower()
+        if ending not in ("", ".svg"):
+            raise CompileError(
+                f"the picture is SVG, and {Path(path).name} ends in {ending}",
+                remedy=f"name it {Path(path).with_suffix('.svg').name}; a browser opens and prints it",
+            )
         title = "one training step: " + " · ".join(f"{name} {value}" for name, value in self._facts().items())
         picture = draw(self.captured.graph.graph, self.annotations(), title=title)
         try:
