@@ -140,6 +140,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
+_LEAST_TRAFFIC = 0.01  # of all bytes: kinds of work below it take no line of their own
+
+
 def aot_table(report: Mapping[str, Any]) -> Table:
     """Return the table of a step that was compiled ahead of time; amounts are for one step on one device."""
     table = plain_table("what", "value", right=("value",))
@@ -152,6 +155,11 @@ def aot_table(report: Mapping[str, Any]) -> Table:
         ("state, MiB", number(report["state_bytes"] / 2**20, 1)),
         ("GFLOP", number(report["flops"] / 1e9, 1)),
         ("GB read and written", number(report["bytes_accessed"] / 1e9, 3)),
+        *[
+            (f"GB, {one_line(each['kind'])}", f"{each['bytes'] / 1e9:.3f}, of HBM {each['hbm_bytes'] / 1e9:.3f}")
+            for each in report["traffic"]
+            if each["bytes"] >= _LEAST_TRAFFIC * report["bytes_accessed"]
+        ],
     ]
     if report["optimal_seconds"] is not None:
         rows.append(("compiler's bound, ms", number(report["optimal_seconds"] * 1e3, 3)))

@@ -11,7 +11,7 @@ from bench import tpu
 from bench.measure import as_line
 from twinstep.spec.job import JobSpec
 from twinstep.spec.slices import parse_slice
-from twinstep.worker.compile.aot_report import AotReport, HbmBytes
+from twinstep.worker.compile.aot_report import AotReport, HbmBytes, Traffic
 from twinstep.worker.compile.hlo import Collective
 
 
@@ -26,6 +26,7 @@ def report(topology: str, seconds: float, moved: float) -> AotReport:
         sharded=(),
         flops=1e9,
         bytes_accessed=moved,
+        traffic=(Traffic(kind="products", bytes=int(moved), hbm_bytes=int(moved / 3)),),
         optimal_seconds=None,
         unestimated=0,
         collectives=(Collective(kind="all-reduce", count=3, bytes=4096),),
@@ -57,6 +58,8 @@ def test_the_full_size_step_is_compiled_naively_and_by_us_and_both_ratios_are_gi
         "bytes_accessed": 3.0,
         "compile_s_quick": 4.0,
         "bytes_accessed_quick": 3.0,
+        "hbm_traffic": 3.0,
+        "hbm_traffic_quick": 3.0,
     }
     assert {
         "topology", "model", "engine", "compiled", "compile_s", "hbm_bytes", "optimal_seconds", "bytes_accessed",

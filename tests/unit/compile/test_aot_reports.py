@@ -17,8 +17,9 @@ from twinstep.spec.job import JobSpec
 from twinstep.spec.slices import parse_slice
 from twinstep.worker.compile import aot
 from twinstep.worker.compile.aot import batch_dimension, check_divides
-from twinstep.worker.compile.aot_report import AotReport, HbmBytes
+from twinstep.worker.compile.aot_report import AotReport, HbmBytes, Traffic
 from twinstep.worker.compile.hlo import Collective, parse_hlo, with_entry
+from twinstep.worker.compile.lower.tpu_traffic import traffic
 from twinstep.worker.train import ahead
 
 SPEC = JobSpec.model_validate(
@@ -96,6 +97,7 @@ def report(**changes: Any) -> AotReport:
         sharded=("parameter:t.weight",),
         flops=1e9,
         bytes_accessed=1e8,
+        traffic=(Traffic(kind="products", bytes=90, hbm_bytes=80),),
         optimal_seconds=0.001,
         unestimated=0,
         collectives=(Collective(kind="all-reduce", count=3, bytes=4096),),
@@ -208,3 +210,39 @@ def test_a_small_step_compiles_for_a_slice_with_its_state_donated_and_few_collec
     assert sum(kinds.values()) <= 20
     assert found.flops > 0
     assert 2**20 < found.bytes_accessed < found.state_bytes  # of the table, only the rows that the batch names
+
+
+# A fusion from HBM into VMEM, a copy back, and a kernel of ours: as a compiled program's text has them.
+MOVES = """HloModule jit_step, is_scheduled=true
+
+%fused (a: f32[64,128], b: f32[128,128]) -> f32[64,128] {
+  %a = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %b = f32[128,128]{1,0:T(8,128)} parameter(1)
+  ROOT %product = f32[64,128]{1,0:T(8,128)} convolution(%a, %b), dim_labels=bf_io->bf
+}
+
+ENTRY %main (p: f32[64,128], q: f32[128,128]) -> f32[64,128] {
+  %p = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %q = f32[128,128]{1,0:T(8,128)} parameter(1)
+  %mixed = f32[64,128]{1,0:T(8,128)S(1)} fusion(%p, %q), kind=kOutput, calls=%fused, metadata={op_name="dot"}
+  %start = (f32[64,128]{1,0:T(8,128)}, f32[64,128]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%mixed)
+  %back = f32[64,128]{1,0:T(8,128)} copy-done(%start)
+  ROOT %out = f32[64,128]{1,0:T(8,128)} custom-call(%back), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/fused_layer/pallas_call"}, backend_config={"custom_call_config":{"body":"","cost_estimate":{"flops":"1","transcendentals":"0","bytes_accessed":"77777"}}}
+}
+"""  # noqa: E501
+
+
+def test_bytes_are_told_by_kind_of_work_as_the_compiler_counts_and_as_they_cross_hbm() -> None:
+    x, weight = 64 * 128 * 4, 128 * 128 * 4
+    found = {each.kind: (each.bytes, each.hbm_bytes) for each in traffic(MOVES)}
+    assert found == {
+        "products": (2 * x + weight, x + weight),  # its result stays in VMEM
+        "moves to and from VMEM": (4 * x, x),
+        "kernel fused_layer": (77777, 77777),
+    }
+
+
+def test_bytes_within_a_loop_count_as_often_as_it_turns() -> None:
+    (found,) = [each for each in traffic(PROGRAM) if each.kind == "collectives"]
+    once = 8 * 128 * 4
+    assert found.bytes >= 5 * 2 * once

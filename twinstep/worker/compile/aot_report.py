@@ -45,6 +45,18 @@ class HbmBytes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What one kind of work reads and writes."""
+
+    kind: str
+    """products, collectives, gathers and scatters, moves to and from VMEM, …, or `kernel NAME` for one of our own."""
+    bytes: int
+    """As the compiler counts: every operand and result, four times the size for a move to or from VMEM."""
+    hbm_bytes: int
+    """Of them, what crosses HBM; a move to or from VMEM once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AotReport:
     """What the TPU compiler says of a step; amounts are for one step on one device."""
 
@@ -62,6 +74,8 @@ class AotReport:
     bytes_accessed: float
     """Bytes read and written by all operations, in the chip's fast memory too; only reports of one effort compare. A
     loop's body counts as often as it turns."""
+    traffic: tuple[Traffic, ...]
+    """The same by kind of work, most first, as far as the program's text tells."""
     optimal_seconds: float | None
     """The compiler's lower bound for a step's time; None where it gives none."""
     unestimated: int
@@ -78,6 +92,11 @@ class AotReport:
     passes: tuple[tuple[str, int], ...]
     """Nodes that each pass of ours changed."""
 
+    @property
+    def hbm_traffic(self) -> int:
+        """Bytes of `traffic` that cross HBM."""
+        return sum(each.hbm_bytes for each in self.traffic)
+
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
         found = dataclasses.asdict(self)
@@ -93,6 +112,7 @@ class AotReport:
                 **found,
                 "hbm": HbmBytes(**hbm),
                 "sharded": tuple(found["sharded"]),
+                "traffic": tuple(Traffic(**each) for each in found["traffic"]),
                 "collectives": tuple(Collective(**each) for each in found["collectives"]),
                 "versions": tuple(found["versions"].items()),
                 "passes": tuple(found["passes"].items()),

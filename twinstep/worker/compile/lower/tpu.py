@@ -28,6 +28,7 @@ from twinstep.worker.compile.aot_report import Cuts, Effort, HbmBytes
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.hlo import HloText, parse_hlo, with_entry
 from twinstep.worker.compile.lower import pallas_attention, xla_attention
+from twinstep.worker.compile.lower.tpu_traffic import traffic
 from twinstep.worker.compile.lower.xla import as_jax
 
 AXIS = "batch"
@@ -78,6 +79,7 @@ def compile_for(captured: Captured, cuts: Cuts, target: Slice, effort: Effort) -
         ),
         "state_bytes": sum(_local_bytes(each) for each in arguments[0]),
         "collectives": hlo.collectives(),
+        "traffic": traffic(text),
         "lower_seconds": lowered_at - started,
         "compile_seconds": compile_seconds,
         **_costs(compiled.cost_analysis(), text, hlo),
