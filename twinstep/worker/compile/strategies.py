@@ -37,6 +37,9 @@ class FusedAttention(Strategy):
     """HSTU attention is lowered as one kernel that never writes the scores to memory."""
 
     name: ClassVar[str] = "fused_attention"
+    whole_layers: bool = True
+    """On a TPU, whether one kernel computes the whole layer around attention, where its ops work token by token and it
+    fits into VMEM, and its backward pass computes it again from its input: nothing but that is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

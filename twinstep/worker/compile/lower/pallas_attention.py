@@ -94,7 +94,10 @@ class Walk:
 
     def mask(self, i: jax.Array, j: jax.Array, prefix: jax.Array, targets: jax.Array) -> jax.Array:
         """Return which query of block i sees which key of block j, [I, J] bool."""
-        query_slots, key_slots = self.slots(i, 0), self.slots(j, 1)
+        return self.sees(self.slots(i, 0), self.slots(j, 1), prefix, targets)
+
+    def sees(self, query_slots: jax.Array, key_slots: jax.Array, prefix: jax.Array, targets: jax.Array) -> jax.Array:
+        """Return which of these queries, [I, 1], sees which of these keys, [1, J], as [I, J] bool."""
         query, last = self.ranks(self.columns(query_slots, prefix), prefix)
         key, _ = self.ranks(self.columns(key_slots, prefix), prefix)
         seen = query > key
@@ -247,7 +250,8 @@ def _parameters(walk: Walk) -> pltpu.CompilerParams:
     )
 
 
-def _scalars(prefix_B: jax.Array, targets_B: jax.Array, n: jax.Array, walk: Walk) -> tuple[jax.Array, ...]:
+def scalars(prefix_B: jax.Array, targets_B: jax.Array, n: jax.Array, walk: Walk) -> tuple[jax.Array, ...]:
+    """Return what a kernel reads of each row, and n, as it wants them."""
     prefix = jnp.clip(prefix_B.astype(jnp.int32), 0, walk.first_target)
     return prefix, targets_B.astype(jnp.int32), n.astype(jnp.float32).reshape(1)
 
@@ -291,7 +295,7 @@ def forward(
         interpret=interpret,
         name="hstu_attention",
     )
-    out = call(*_scalars(prefix_B, targets_B, n, walk), *map(heads.bring, (q_BSHA, k_BSHA, v_BSHV)))
+    out = call(*scalars(prefix_B, targets_B, n, walk), *map(heads.bring, (q_BSHA, k_BSHA, v_BSHV)))
     return heads.back(out, H)
 
 
@@ -365,34 +369,50 @@ def backward(
         name="hstu_attention_backward",
     )
     brought = map(heads.bring, (grad_BSHV, q_BSHA, k_BSHA, v_BSHV))
-    dq, dk, dv, *sums = call(*_scalars(prefix_B, targets_B, n, walk), *brought)
+    dq, dk, dv, *sums = call(*scalars(prefix_B, targets_B, n, walk), *brought)
     return heads.back(dq, H), heads.back(dk, H), heads.back(dv, H), *sums
 
 
 @dataclass(frozen=True, slots=True)
-class _Spread:
+class Spread:
     """Over which axes of a mesh rows and heads are cut."""
 
     mesh: Mesh
     rows: str | tuple[str, ...] | None
     heads: str | None
 
+    @property
+    def cores(self) -> int:
+        """Cores of one device: those of a v4 or v5p work on one program."""
+        return int(getattr(self.mesh.devices.flat[0], "num_cores", 1) or 1)
+
+    @property
+    def devices(self) -> int:
+        """Devices that rows are cut over."""
+        names = (self.rows,) if isinstance(self.rows, str) else self.rows or ()
+        return math.prod(self.mesh.shape[each] for each in names)
+
 
 class _Current:
-    spread: _Spread | None = None
+    spread: Spread | None = None
+
+
+def current() -> Spread | None:
+    """Return over what is traced within `over`."""
+    return _Current.spread
 
 
 @contextlib.contextmanager
 def over(mesh: Mesh, *, rows: str | tuple[str, ...] | None, heads: str | None = None) -> Iterator[None]:
     """Trace within the block for rows, and heads, cut over axes of a mesh: each device attends on its own."""
-    before, _Current.spread = _Current.spread, _Spread(mesh, rows, heads)
+    before, _Current.spread = _Current.spread, Spread(mesh, rows, heads)
     try:
         yield
     finally:
         _Current.spread = before
 
 
-def _cut(spread: _Spread, B: int, H: int) -> tuple[PartitionSpec, PartitionSpec]:
+def _cut(spread: Spread, B: int, H: int) -> tuple[PartitionSpec, PartitionSpec]:
     """Return the specs of [B, S, H, …] and of [B]; what does not divide is whole on each device."""
 
     def axis(name: str | tuple[str, ...] | None, size: int) -> Any:

@@ -1,0 +1,358 @@
+"""Finds the layers of a step's graph that one TPU kernel each can compute, forward and backward.
+
+A layer is what stands around one attention node, between two places of the graph at which a single value of [B · S, E]
+is handed on: the residual stream. Everything between them must work token by token, attention apart. Then
+`pallas_layers.py` computes it in one kernel per row of the batch, which reads that one value and writes the next; the
+backward kernel reads it again with the gradient, and computes again what the backward pass wants of the forward pass.
+
+Nothing here knows a model. Where a layer is not of this kind (another op between, tokens in another order, more VMEM
+than there is) it stays as it is.
+
+# Shapes: B rows, S slots per row, M = B · S tokens, E columns.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from twinstep.worker.compile.lower.pallas_attention import current
+from twinstep.worker.compile.lower.pallas_layers import (
+    ATTENTION,
+    CASTS,
+    ELEMENTWISE,
+    VIEWS,
+    VMEM_BYTES,
+    Layer,
+    Plan,
+    attention_arguments,
+    chunk_size,
+)
+from twinstep.worker.ops.hstu_attention import OPERATOR, OPERATOR_BACKWARD
+
+aten = torch.ops.aten
+
+
+def fuse_layers(graph: fx.GraphModule, num_state: int) -> int:
+    """Replace layers by kernels, in place; return how many were.
+
+    Args:
+        num_state: the graph's first outputs, which are new state; what the others are made of is the forward pass.
+    """
+    copied: dict[fx.Node, fx.Node] = {}
+    before = fx.Graph()  # what layers hold nodes of: those of `graph` go
+    before.output(before.graph_copy(graph.graph, copied))
+    now = {copy: node for node, copy in copied.items()}
+    search = _Search(before, num_state)
+    found = list(filter(None, (search.layer(*each) for each in search.pairs())))
+    for forward, backward in found:
+        _replace(graph.graph, forward, now)
+        _replace(graph.graph, backward, now)
+    graph.graph.eliminate_dead_code()
+    return len(found)
+
+
+class _No(Exception):
+    """A layer is not of the kind that can be fused."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    rows: int
+    slots: int
+
+    def tokens(self, node: fx.Node) -> bool:
+        """Say whether a node's value is one of tokens: [M, …] or [B, S, …]."""
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor):
+            return False
+        shape = tuple(value.shape)
+        return shape[:2] == (self.rows, self.slots) or shape[:1] == (self.rows * self.slots,)
+
+    def stream(self, node: fx.Node) -> bool:
+        """Say whether a node's value may be what layers hand on."""
+        value = node.meta["val"]
+        return bool(self.tokens(node) and value.dim() == 2 and value.dtype is torch.float32)
+
+
+class _Search:
+    """One graph, its forward pass told from the rest."""
+
+    def __init__(self, graph: fx.Graph, num_state: int) -> None:
+        self._nodes = list(graph.nodes)
+        self._at = {node: at for at, node in enumerate(self._nodes)}
+        outputs: Any = graph.output_node().args[0]
+        given = [each for each in outputs[num_state:] if isinstance(each, fx.Node)]
+        self._forward = _ancestors(given)
+        self._forward |= {user for node in self._forward if _is_many(node) for user in node.users}
+        self._attention = [node for node in self._nodes if node.target in ATTENTION]
+        self._claimed: set[fx.Node] = set()
+        """Sums that a layer gives already."""
+
+    def pairs(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Return attention nodes with the nodes of their gradients."""
+        found = []
+        for forward in self._attention:
+            for backward in self._attention:
+                if forward.target is OPERATOR and backward.target is OPERATOR_BACKWARD and forward in self._forward:
+                    given, read = attention_arguments(forward), attention_arguments(backward)[1:]
+                    if given == read and forward.args[3:] == backward.args[4:]:
+                        found.append((forward, backward))
+        return found
+
+    def layer(self, forward: fx.Node, backward: fx.Node) -> tuple[Layer, Layer] | None:
+        """Return what computes the layer around an attention node, and its gradients; None where nothing can."""
+        rows, slots = forward.meta["val"].shape[:2]
+        shape = _Shape(rows, slots)
+        try:
+            spread = current()
+            cut = spread is not None and rows % spread.devices
+            if cut or chunk_size(slots) is None or backward in self._forward:
+                raise _No
+            x, y = self._ends(forward, shape, lambda node: node in self._forward)
+            grad_y, grad_x = self._ends(backward, shape, lambda node: node not in self._forward)
+            inside = {
+                node
+                for node in self._nodes[self._at[x] + 1 : self._at[y] + 1]
+                if node in self._forward and shape.tokens(node)
+            }
+            for node in self._nodes[self._at[y] : self._at[grad_x]]:  # what the backward pass makes of them alone
+                read = [each for each in node.all_input_nodes if shape.tokens(each)]
+                if read and shape.tokens(node) and {*inside, x}.issuperset(read):
+                    inside.add(node)
+            after = self._reached(grad_y, self._at[grad_x], shape)
+            sums = tuple(each for each in self._sums(after, {*inside, x, grad_y}, shape) if each not in self._claimed)
+            layers = (
+                _layer((y,), (), {x}, inside, shape, forward),
+                _layer((grad_x,), sums, {x, grad_y}, {*inside, *after}, shape, backward),
+            )
+            if any(Plan.of(each).vmem_bytes() > VMEM_BYTES for each in layers):
+                raise _No
+        except _No:
+            return None
+        self._claimed.update(sums)
+        return layers
+
+    def _ends(self, anchor: fx.Node, shape: _Shape, counts: Callable[[fx.Node], bool]) -> tuple[fx.Node, fx.Node]:
+        """Return the values before and after an attention node that alone are handed on where they stand."""
+        at = self._at[anchor]
+        neighbours = [self._at[each] for each in self._attention if each is not anchor and counts(each)]
+        first = max((each for each in neighbours if each < at), default=-1)
+        last = min((each for each in neighbours if each > at), default=len(self._nodes))
+        lives = []
+        for node in self._nodes:
+            if counts(node) and shape.tokens(node) and node.meta["val"].is_floating_point():
+                until = max((self._at[user] for user in node.users if counts(user)), default=-1)
+                lives.append((node, self._at[node], until))
+
+        def alone(place: int) -> fx.Node | None:
+            alive = [node for node, start, end in lives if start <= place < end]
+            return alive[0] if len(alive) == 1 and shape.stream(alive[0]) else None
+
+        before = next(filter(None, map(alone, range(at - 1, first, -1))), None)
+        after = next(filter(None, map(alone, range(at, last))), None)
+        if before is None or after is None:
+            raise _No
+        return before, after
+
+    def _reached(self, start: fx.Node, end: int, shape: _Shape) -> set[fx.Node]:
+        """Return what of tokens depends on `start`, and stands no later than `end`."""
+        reached = {start}
+        for node in self._nodes[self._at[start] + 1 : end + 1]:
+            if reached.intersection(node.all_input_nodes) and (shape.tokens(node) or _is_many(node)):
+                reached.add(node)
+        return reached - {start}
+
+    def _sums(self, after: set[fx.Node], known: set[fx.Node], shape: _Shape) -> tuple[fx.Node, ...]:
+        """Return the sums over all tokens that are taken of a layer's gradients."""
+        there = {*after, *known}
+
+        def taken(node: Any) -> bool:
+            return isinstance(node, fx.Node) and node in there
+
+        found = []
+        for node in self._nodes:
+            if node.target is aten.sum.dim_IntList and taken(node.args[0]) and shape.tokens(node.args[0]):
+                over = node.args[1] == [0] and not node.kwargs and node.args[0].meta["val"].dim() == 2
+                found += [node] if over and node not in self._forward else []
+            elif node.target is aten.mm.default and node not in self._forward:
+                left, right = node.args
+                if left.target is aten.permute.default and taken(left.args[0]) and taken(right):
+                    found.append(node)
+        return tuple(found)
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _is_many(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), tuple | list)
+
+
+def _layer(
+    results: Sequence[fx.Node],
+    sums: Sequence[fx.Node],
+    given: set[fx.Node],
+    inside: set[fx.Node],
+    shape: _Shape,
+    attention: fx.Node,
+) -> Layer:
+    """Return the layer that computes `results` and `sums` from the tokens `given`, and others from outside.
+
+    Raises:
+        _No: an op in it does not work token by token.
+    """
+    nodes: dict[fx.Node, None] = {}
+    tokens: dict[fx.Node, None] = {}
+    weights: dict[fx.Node, None] = {}
+
+    def visit(node: fx.Node) -> None:
+        if node in nodes or node in tokens or node in weights:
+            return
+        ours = node in inside or node in sums or (_is_many(node) and any(map(shape.tokens, node.all_input_nodes)))
+        if node in given or (shape.tokens(node) and not ours):
+            tokens[node] = None
+        elif ours or _turned(node, shape):
+            for each in _reads(node):
+                visit(each)
+            _check(node, shape)
+            nodes[node] = None
+        elif node.target is aten.permute.default and node.args[1] == [1, 0]:
+            weights[node.args[0]] = None  # type: ignore[index]
+        else:
+            weights[node] = None
+
+    for each in (*results, *sums):
+        visit(each)
+    attended = [node for node in nodes if node.target in ATTENTION]
+    lengths = attention.args[3 if attention.target is OPERATOR else 4 :]
+    if not attended or any(each.args[3 if each.target is OPERATOR else 4 :] != lengths for each in attended):
+        raise _No
+    if any(each.meta["val"].dtype is not torch.float32 for each in tokens):
+        raise _No
+    order = sorted(nodes, key=list(attention.graph.nodes).index)
+    return Layer(tuple(order), tuple(tokens), tuple(weights), tuple(results), tuple(sums), shape.rows, shape.slots)
+
+
+def _turned(node: fx.Node, shape: _Shape) -> bool:
+    """Say whether a node is tokens the other way round, as the gradient of a weight reads them."""
+    return node.target is aten.permute.default and shape.tokens(node.args[0])  # type: ignore[arg-type]
+
+
+def _reads(node: fx.Node) -> list[fx.Node]:
+    """Return what a node reads within a kernel: of attention only what comes by rows."""
+    if node.target in ATTENTION:
+        return [each for each in node.args[: 3 if node.target is OPERATOR else 4] if isinstance(each, fx.Node)]
+    return node.all_input_nodes
+
+
+def _check(node: fx.Node, shape: _Shape) -> None:
+    """Raise _No unless a kernel can compute the node token by token."""
+    rule = _RULES.get(node.target)
+    if rule is None or not rule(node, shape):
+        raise _No
+
+
+def _elementwise(node: fx.Node, shape: _Shape) -> bool:
+    *tokens, columns = node.meta["val"].shape
+    if tuple(tokens) not in ((shape.rows * shape.slots,), (shape.rows, shape.slots)):
+        return False
+    for each in node.all_input_nodes:
+        value = each.meta["val"]
+        if shape.tokens(each):
+            if list(value.shape[:-1]) != tokens:
+                return False
+        elif value.numel() not in (1, columns) or value.dim() > 1:
+            return False
+    return not node.kwargs
+
+
+def _view(node: fx.Node, shape: _Shape) -> bool:
+    source: Any = node.args[0]
+    return shape.tokens(source) and shape.tokens(node)
+
+
+def _split(node: fx.Node, shape: _Shape) -> bool:
+    return node.args[2:] == (1,) and node.args[0].meta["val"].dim() == 2  # type: ignore[union-attr]
+
+
+def _slice(node: fx.Node, shape: _Shape) -> bool:
+    if len(node.args) != 4 or node.args[1] != 1 or node.meta["val"].dim() != 2:
+        return False
+    start, end = node.args[2:]
+    return isinstance(start, int) and isinstance(end, int) and 0 <= start < end
+
+
+def _product(node: fx.Node, shape: _Shape) -> bool:
+    left, right = node.args
+    if _turned(left, shape):  # type: ignore[arg-type]
+        return left.args[1] == [1, 0] and shape.tokens(right)  # type: ignore[union-attr,arg-type]
+    return shape.tokens(left) and not shape.tokens(right) and not _turned(right, shape)  # type: ignore[arg-type]
+
+
+def _sum(node: fx.Node, shape: _Shape) -> bool:
+    source: Any = node.args[0]
+    if source.meta["val"].dim() != 2 or node.kwargs:
+        return False
+    return node.args[1] == [0] or (node.args[1] in ([1], [-1]) and node.args[2:] == (True,))
+
+
+def _norm(node: fx.Node, shape: _Shape) -> bool:
+    x, over, *parts, _ = node.args
+    found: Any = x
+    return found.meta["val"].dim() == 2 and len(over) == 1 and all(isinstance(each, fx.Node) for each in parts)  # type: ignore[arg-type]
+
+
+def _getitem(node: fx.Node, shape: _Shape) -> bool:
+    source: Any = node.args[0]
+    return source.target in (aten.split_with_sizes.default, aten.native_layer_norm.default, OPERATOR_BACKWARD)
+
+
+_RULES: dict[Any, Callable[[fx.Node, _Shape], bool]] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(CASTS, lambda node, shape: True),
+    aten.split_with_sizes.default: _split,
+    aten.slice.Tensor: _slice,
+    aten.cat.default: lambda node, shape: node.args[1:] == (1,) and node.meta["val"].dim() == 2,
+    aten.mm.default: _product,
+    aten.sum.dim_IntList: _sum,
+    aten.native_layer_norm.default: _norm,
+    aten.permute.default: _turned,
+    operator.getitem: _getitem,
+    OPERATOR: lambda node, shape: True,
+    OPERATOR_BACKWARD: lambda node, shape: len(node.users) == 3,
+}
+"""What a kernel can compute, and under which condition."""
+
+
+def _replace(graph: fx.Graph, layer: Layer, now: dict[fx.Node, fx.Node]) -> None:
+    """Let a kernel compute what the layer gives; `now` says what stands in `graph` for a node, and is told."""
+    attention = layer.attention
+    at = 3 if attention.target is OPERATOR else 4
+    reads = [now[each] for each in (*layer.tokens, *layer.weights, *attention.args[at : at + 3])]  # type: ignore[index]
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    given = (*layer.results, *layer.sums)
+    with graph.inserting_after(max(reads, key=order.__getitem__)):
+        made = graph.call_function(layer, tuple(reads))
+    made.meta = {**attention.meta, "val": tuple(each.meta["val"] for each in given)}
+    place = made
+    for number, each in enumerate(given):
+        with graph.inserting_after(place):
+            place = graph.call_function(operator.getitem, (made, number))
+        place.meta = dict(each.meta)
+        now[each].replace_all_uses_with(place)
+        now[each] = place
