@@ -312,6 +312,8 @@ def rest_api_page() -> str:
                 _row(f"`{key}`", _linked(_type(field)), _meaning(field)) for key, field in schema["properties"].items()
             ]
             lines.append("")
+        elif "enum" in schema:
+            lines += [f"### {name}", "", *_described(schema), f"One of {_limits(schema)}.", ""]
     return "\n".join(lines)
 
 

@@ -98,6 +98,8 @@ def test_the_table_of_events_names_those_that_the_code_writes(generate: ModuleTy
         written |= set(re.findall(r'\.event\(\s*"(\w+)"', path.read_text()))
     for path in (ROOT / "twinstep/platform/store").glob("*.py"):
         written |= set(re.findall(r'(?:\bname=|"name": )"(\w+)"', path.read_text()))
+    verbs = (ROOT / "twinstep/platform/scheduler/attempts.py").read_text()
+    written |= set(re.findall(r'\bverb="(\w+)"', verbs))
     assert {row[0] for row in generate.EVENTS} == written
 
 
