@@ -117,6 +117,20 @@ def test_a_line_is_there_if_and_only_if_its_change_is(live) -> None:
     assert [(each["target"], each["outcome"]) for each in log(live)] == [(job.id, "done")]
 
 
+def test_a_change_that_our_own_failure_ends_leaves_a_line_too(live, monkeypatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("a secret of the inside")
+
+    monkeypatch.setattr(live.plane.service.accounts.users, "create_project", fails)
+    answer = live.http.post("/v1/projects", json={"name": "a"})
+    assert answer.status_code == 500
+    (line,) = log(live)
+    assert (line["action"], line["outcome"], line["reason"]) == (
+        "project.create", "failed", "the control plane failed: RuntimeError",
+    )  # fmt: skip
+    assert line["request_id"] == answer.headers["x-request-id"]
+
+
 def test_a_database_that_takes_no_more_is_still_read_and_the_lost_line_is_logged(
     live, admin, ask, monkeypatch, caplog
 ) -> None:

@@ -65,7 +65,14 @@ class Audited:
             await send(message)
 
         with under_way(entry):
-            await self.app(scope, receive, send_noted)
+            try:
+                await self.app(scope, receive, send_noted)
+            except Exception as error:
+                # Answered further out, as 500; what was meant to change may be half done, and is written down.
+                if entry.action and scope["method"] not in SAFE_METHODS and not entry.written:
+                    entry.reason = f"the control plane failed: {type(error).__name__}"
+                    await run_in_threadpool(_write, service.accounts, entry, "failed")
+                raise
 
     def _outcome(self, entry: Entry, method: str, status: int) -> Outcome | None:
         """Return what is to be written of an answer; None where nothing is, or it is written already."""

@@ -207,7 +207,8 @@ def add_handlers(app: FastAPI) -> None:
             "the control plane failed on this request; that is its fault, not yours",
             remedy="look into its log, and report what stands there",
         )
-        return problem_response(problem, instance=request.url.path)
+        told = {"X-Request-Id": request.state.request_id} if hasattr(request.state, "request_id") else {}
+        return problem_response(problem, instance=request.url.path, headers=told)
 
     app.add_exception_handler(TwinstepError, twinstep_error)
     app.add_exception_handler(RequestValidationError, invalid)
