@@ -121,3 +121,14 @@ def test_a_route_answers_as_its_document_says(fuzzed: Fuzzed, method: str, path:
         check(fuzzed, case, fuzzed.tokens[who])
 
     fuzz()
+
+
+def test_a_route_that_takes_a_key_documents_what_it_makes_and_what_it_finds(fuzzed: Fuzzed) -> None:
+    """What comes of a key sent twice is seldom met by chance."""
+    found = 0
+    for path, operations in fuzzed.schema.raw_schema["paths"].items():
+        for method, operation in operations.items():
+            if "idempotency-key" in {each["name"].lower() for each in operation.get("parameters", ())}:
+                found += 1
+                assert {"200", "201"} <= operation["responses"].keys(), f"{method} {path}"
+    assert found >= 2

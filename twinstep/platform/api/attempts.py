@@ -37,7 +37,10 @@ def _answer(response: Response, job: JobDetail, new: bool) -> JobDetail:
 @router.post(
     "/jobs/{job_id}/retry",
     status_code=201,
-    responses=responses(404, 409, 413, 415),
+    responses={
+        200: {"model": JobDetail, "description": "This key had made the run before"},
+        **responses(404, 409, 413, 415),
+    },
     dependencies=[Depends(no_body)],
     summary="Try a job again",
 )

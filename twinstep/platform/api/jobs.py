@@ -89,7 +89,14 @@ ProjectQuery = Annotated[
 
 
 @router.post(
-    "/jobs", status_code=201, openapi_extra=_SPEC_BODY, responses=responses(404, 409, 413, 415), summary="Submit a job"
+    "/jobs",
+    status_code=201,
+    openapi_extra=_SPEC_BODY,
+    responses={
+        200: {"model": JobDetail, "description": "This key had stored it before"},
+        **responses(404, 409, 413, 415),
+    },
+    summary="Submit a job",
 )
 def submit(
     service: Asked,
