@@ -26,7 +26,7 @@ from fastapi import FastAPI
 from twinstep.platform.api import create_app
 from twinstep.platform.dashboard import mount
 from twinstep.platform.scheduler.accounts import refuse_unprotected
-from twinstep.platform.scheduler.cluster.connect import Connection, connect
+from twinstep.platform.scheduler.cluster.connect import Connection, check_access, connect
 from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.scheduler.passes import Passes
 from twinstep.platform.scheduler.reconcile import Reconciler
@@ -81,6 +81,8 @@ def assemble(settings: Settings, *, pages: bool = True) -> ControlPlane:
     Raises:
         UnavailableError: the data directory or the database cannot be used.
     """
+    if settings.cluster is not None:
+        check_access(settings.cluster)
     store = Store(settings.database)
     backend = LocalBackend(settings.runs_dir, command=settings.worker_command, api_url=settings.url)
     reconciler = Reconciler(

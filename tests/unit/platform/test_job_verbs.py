@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from stand_in_cluster import StandInCluster
 
+from twinstep.cli.app import run
 from twinstep.platform.api import create_app
 from twinstep.platform.scheduler.attempts import Resize
 from twinstep.platform.scheduler.cluster.reconcile import ClusterReconciler, Workers
@@ -308,3 +311,32 @@ def test_a_plan_says_what_would_be_different_and_nothing_else(plane: Plane) -> N
     assert not any("name:" in line for line in changed), "the same run keeps its names"
     with pytest.raises(NotFoundError):
         plane.service.plan_diff(validate_spec(spec), "job-0")
+
+
+def test_the_commands_ask_for_each_verb_and_say_what_came_of_it(live, capsys: pytest.CaptureFixture[str]) -> None:
+    job = live.submit("crashes")
+    live.when(job["id"], "failed")
+
+    def ask(*words: str) -> tuple[int, dict[str, Any]]:
+        code = run([*words, "--url", str(live.http.base_url), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    code, said = ask("retry", job["id"])
+    assert (code, said["job"]["attempt"]) == (0, 2)
+    live.when(job["id"], "failed")
+    code, said = ask("resume", job["name"])
+    assert (code, said["job"]["attempt"]) == (0, 3)
+    for words in (["suspend", job["id"]], ["resize", job["id"], "--batch-size", "8"]):
+        code, said = ask(*words)
+        assert (code, said["error"]["code"]) == (2, "conflict")
+        assert said["error"]["remedy"]
+
+
+def test_a_cluster_that_cannot_be_read_ends_the_start_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    for words in (["--kubeconfig", str(tmp_path / "none")], ["--namespace", "ml"], ["--in-cluster", "--context", "a"]):
+        assert run(["up", "--port", "0", "--data-dir", str(data), *words]) == 2
+        assert "fix:" in capsys.readouterr().err
+        assert not data.exists()

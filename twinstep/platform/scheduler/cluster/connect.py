@@ -108,7 +108,7 @@ def connect(settings: Settings, cluster: ClusterSettings, store: Store) -> Conne
     Raises:
         UnavailableError: what says where it is cannot be read.
     """
-    access = Access(kubeconfig=cluster.kubeconfig, context=cluster.context, in_cluster=cluster.in_cluster)
+    access = _access(cluster)
     api = KubeApi(access)
     watcher = Watcher(api, namespaces=cluster.namespaces)
     kube = KubeCluster(api, watcher)
@@ -138,6 +138,19 @@ def connect(settings: Settings, cluster: ClusterSettings, store: Store) -> Conne
     if elector is not None:
         elector.on_change = reconciler.nudge
     return Connection(tuple(apis), watcher, kube, elector, collector, reconciler)
+
+
+def check_access(cluster: ClusterSettings) -> None:
+    """Read what says where a cluster is, before anything is made.
+
+    Raises:
+        UnavailableError: it cannot be read.
+    """
+    KubeApi(_access(cluster)).close()
+
+
+def _access(cluster: ClusterSettings) -> Access:
+    return Access(kubeconfig=cluster.kubeconfig, context=cluster.context, in_cluster=cluster.in_cluster)
 
 
 def lease_name(database_url: str) -> str:
