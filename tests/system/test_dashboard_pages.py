@@ -12,7 +12,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from sqlalchemy import text
 
+from twinstep.platform.store.changes import Changes
 from twinstep.platform.store.database import Database
+from twinstep.platform.store.logs import Logs, LogSource, Place
 
 pytestmark = pytest.mark.browser
 
@@ -46,6 +48,20 @@ def filled(tmp_path_factory: pytest.TempPathFactory, make_plane: Any, seeded: An
                 " reason = 'waits for quota in its queue: <b>128</b> chips' WHERE job_id = 'job-00000000000094'"
             )
         )
+        connection.execute(text("UPDATE runs SET backend = 'kubernetes' WHERE job_id = 'job-00000000000097'"))
+    logs = Logs(database, Changes())
+    for host in (0, 3):
+        source = LogSource(
+            run_id="run-00000000097001",
+            pod_uid=f"u{host}",
+            container="worker",
+            pod=f"p{host}",
+            role="worker",
+            host=host,
+        )
+        opened = logs.open(source)
+        assert opened is not None
+        logs.append(opened, f"<i>said by {host}</i>\n".encode(), Place(time="2026-01-01T00:00:00Z", count=1))
     database.close()
     plane.start()
     try:
@@ -158,6 +174,23 @@ def test_what_differs_between_two_runs_is_shown_line_by_line(filled: Any, page: 
     documents.get_by_label("Show").select_option("manifests")
     expect(documents.locator(".tw-yaml")).to_contain_text("kind: JobSet")
     expect(page.locator(".tw-host")).to_have_count(32)
+
+
+def test_a_log_is_narrowed_to_one_host_and_its_cell_tells_of_it(filled: Any, page: Page) -> None:
+    page.goto(f"{filled.url}/jobs/job-00000000000097")
+    log = page.locator(".tw-log")
+    expect(log).to_contain_text("<i>said by 0</i>")
+    expect(log).to_contain_text("<i>said by 3</i>")
+    page.get_by_label("Host", exact=True).select_option("3")
+    expect(log).not_to_contain_text("said by 0")
+    expect(log).to_contain_text("<i>said by 3</i>")
+    page.get_by_label("Host", exact=True).select_option("7")
+    expect(log).not_to_contain_text("said by")
+    expect(page.locator(".tw-host-ended")).to_have_count(2)
+    cell = page.locator(".tw-host").nth(3)
+    cell.focus()
+    assert "pod p3" in str(cell.get_attribute("aria-label"))
+    assert "<i>said by 3</i>" in str(cell.get_attribute("title"))
 
 
 def test_a_failed_job_is_run_again_from_its_page(filled: Any, page: Page) -> None:

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinstep.platform.dashboard.actions import ACTIONS, possible
-from twinstep.platform.dashboard.hosts import MAX_CELLS, Grid, Heard, grid, shape_of
+from twinstep.platform.dashboard.hosts import MAX_CELLS, Grid, grid, shape_of
 from twinstep.platform.dashboard.queues import HERE, NO_QUEUE, queue_view
 from twinstep.platform.dashboard.run_parts import difference
 from twinstep.platform.dashboard.timeline import Stretch, stretches, totals
 from twinstep.platform.dashboard.views import EventLine, JobLine, JobWithRuns, RunLine
-from twinstep.platform.store.records import Job, Run
+from twinstep.platform.store.records import HostHeard, Job, Run
 from twinstep.spec.states import RunState
 
 V5P = {"kind": "tpu", "generation": "v5p", "topology": "4x4x8", "chips_per_host": None, "slices": 2}
@@ -83,9 +83,9 @@ def states(found: Grid) -> dict[tuple[int, int], str]:
 
 def test_a_cell_for_each_host_says_what_is_known_of_it() -> None:
     heard = [
-        Heard(slice=0, host=1, pod="a", time=95.0, line="<b>step 3</b>", restart=1),
-        Heard(slice=0, host=1, pod="old", time=1.0),
-        Heard(slice=0, host=2, pod="b", time=10.0, restart=1),
+        HostHeard(slice=0, host=1, pod="a", time=95.0, line="<b>step 3</b>", restart=1),
+        HostHeard(slice=0, host=1, pod="old", time=1.0),
+        HostHeard(slice=0, host=2, pod="b", time=10.0, restart=1),
     ]
     found = grid(run(heartbeat_at=99.0, restarts=1, diagnosis=trouble(restart=1)), V5P, heard, now=100.0)
     assert (len(found.slices), len(found.slices[0]), found.note) == (2, 32, "")

@@ -6,27 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twinstep.platform.dashboard.words import age
-from twinstep.platform.store.records import Run
+from twinstep.platform.dashboard.words import age, printable
+from twinstep.platform.store.records import HostHeard, Run
 from twinstep.spec.states import RunState
 from twinstep.spec.topology import GPUS, slice_shape
 
 MAX_CELLS = 512  # drawn; a slice of more hosts is told in words
 SILENT_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Heard:
-    """The newest that was heard of one host."""
-
-    slice: int
-    host: int
-    pod: str = ""
-    restart: int = 0
-    time: float | None = None
-    """Of its last line, Unix seconds; None: nothing yet."""
-    line: str = ""
-    ended: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +60,7 @@ def shape_of(accelerator: Mapping[str, Any]) -> tuple[int, int, str]:
     return 1, 1, "this control plane's own machine: one process"
 
 
-def grid(run: Run, accelerator: Mapping[str, Any], heard: Sequence[Heard], *, now: float) -> Grid:
+def grid(run: Run, accelerator: Mapping[str, Any], heard: Sequence[HostHeard], *, now: float) -> Grid:
     """Return the hosts of a run, as far as pods' ends and their logs tell."""
     slices, hosts, title = shape_of(accelerator)
     lines = {(each.slice, each.host): each for each in sorted(heard, key=lambda each: each.restart)}
@@ -99,7 +85,7 @@ def grid(run: Run, accelerator: Mapping[str, Any], heard: Sequence[Heard], *, no
     return Grid(title=title, slices=cells, note=note)
 
 
-def _host(run: Run, at: int, host: int, heard: Heard | None, end: Any, *, now: float, only: bool) -> Host:
+def _host(run: Run, at: int, host: int, heard: HostHeard | None, end: Any, *, now: float, only: bool) -> Host:
     says, state = [f"slice {at}, host {host}"], "unknown"
     time = heard.time if heard is not None else None
     # The run's first process is the one that reports: its heartbeat is that host's.
@@ -117,7 +103,7 @@ def _host(run: Run, at: int, host: int, heard: Heard | None, end: Any, *, now: f
         state = "failed"
         says.append(f"{end.reason or 'ended'}{code}" + (f": {end.message}" if end.message else ""))
     if heard is not None and heard.line:
-        says.append(heard.line)
+        says.append(printable(heard.line))
     if len(says) == 1:
         says.append("nothing heard yet" if only or not run.is_final else "nothing was heard of it")
     return Host(slice=at, host=host, state=state, says="\n".join(says))

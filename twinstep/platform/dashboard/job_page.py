@@ -29,7 +29,7 @@ from twinstep.platform.dashboard.run_parts import SHOWN_RUNS, Documents, Hosts, 
 from twinstep.platform.dashboard.timeline import stretches
 from twinstep.platform.dashboard.views import EventLine, JobWithRuns, LogPiece
 from twinstep.platform.scheduler.explain import SILENT_S, Explanation
-from twinstep.platform.store.records import MetricSeries
+from twinstep.platform.store.records import LogFilter, MetricSeries
 from twinstep.spec.errors import NotFoundError, TwinstepError
 from twinstep.spec.words import clock
 
@@ -49,6 +49,8 @@ class _Read(NamedTuple):
     events: list[EventLine]
     event_at: int
     log: LogPiece | None
+    wanted: LogFilter
+    """Whose lines they are."""
     why: Explanation | None
     """Why it does not run well; None where it does."""
 
@@ -64,7 +66,7 @@ class JobScreen:
         self.explained: tuple[tuple[str, str, int], Explanation] | None = None
         self.compile_s: dict[str, float] = {}
         """Seconds of compiling by run, summed from events until the summary says it."""
-        self.row = detail.row
+        self.row, self.wanted = detail.row, LogFilter()
         # A click refreshes too; two reads from one cursor would show the same events twice.
         self.reading = asyncio.Lock()
         with theme.frame(user=reader.user):
@@ -81,7 +83,7 @@ class JobScreen:
                         self.no_summary = theme.text("Shown when the run has ended well.", "tw-dim tw-small tw-note")
                         self.summary = Table("tw-kv")
                 self.events = Events()
-                self.log = LogTail()
+                self.log = LogTail(detail.hosts, self._other_lines)
                 self.documents = Documents(self._document, [run.number for run in detail.runs])
                 with theme.card("Runs", note="newest first"):
                     self.runs = Table("tw-runs")
@@ -104,14 +106,19 @@ class JobScreen:
                 theme.text(about, "tw-dim tw-small")
             self.actions = Actions(self.reader, detail, after=self._acted)
 
+    async def _other_lines(self, wanted: LogFilter) -> None:
+        self.wanted, self.log_at, self.ticks = wanted, -1, max(self.ticks, 1)
+        self.log.reset()
+        await self.refresh(always=True)
+
     async def _acted(self) -> None:
         self.ticks = 1
         await self.refresh()
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, always: bool = False) -> None:
         """Read what is new and show it; a store that does not answer is said, and asked again."""
         tick, self.ticks = self.ticks, self.ticks + 1
-        if self.row.final and tick > 1 and tick % FINAL_EVERY:
+        if self.row.final and tick > 1 and tick % FINAL_EVERY and not always:
             return
         async with self.reading:
             try:
@@ -130,9 +137,10 @@ class JobScreen:
         detail = self.reader.job(self.job_id)
         series = self._series(detail.run_id)
         events, event_at = self.reader.events(self.job_id, after=self.event_at)
+        wanted = self.wanted
         log_at = self.log_at if detail.run_id == self.run_id else -1
-        log = self.reader.log(self.job_id, detail.run_id, at=log_at) if with_log else None
-        return _Read(detail, series, events, event_at, log, self._explained(detail))
+        log = self.reader.log(self.job_id, detail.run_id, at=log_at, wanted=wanted) if with_log else None
+        return _Read(detail, series, events, event_at, log, wanted, self._explained(detail))
 
     def _explained(self, detail: JobWithRuns) -> Explanation | None:
         """Return why a job does not run well; asked for now and then while nothing else changes."""
@@ -181,7 +189,7 @@ class JobScreen:
         self.past += [event for event in events if event.name in TIMED][-MAX_PAST:]
         runs = detail.runs[-SHOWN_RUNS:]
         self.timeline.set([(f"Run {run.number}", stretches(run, self.past, now=now)) for run in reversed(runs)])
-        if read.log is not None:
+        if read.log is not None and read.wanted == self.wanted:
             self.log_at = read.log.next
             self.log.add(read.log.text, skipped=read.log.skipped, flush=row.final and read.log.at_end)
         theme.show(self.no_summary, detail.summary is None)

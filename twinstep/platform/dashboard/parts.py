@@ -6,6 +6,7 @@ Parts send only what differs; none of them reads the store. Whatever a worker or
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from nicegui import ui
@@ -13,9 +14,10 @@ from nicegui import ui
 from twinstep.platform.dashboard import charts, theme, words
 from twinstep.platform.dashboard.charts import Line
 from twinstep.platform.dashboard.curves import Curve, Scale, curve
+from twinstep.platform.dashboard.hosts import Grid
 from twinstep.platform.dashboard.plot import Plot
 from twinstep.platform.dashboard.views import EventLine, JobLine, RunLine
-from twinstep.platform.store.records import MetricSeries
+from twinstep.platform.store.records import LogFilter, MetricSeries
 from twinstep.spec.words import DASH, clock, cut, duration, number
 
 MAX_EVENTS = 200
@@ -245,13 +247,26 @@ def compile_seconds(event: EventLine) -> float:
 class LogTail:
     """The end of a run's log; follows while scrolled to the bottom."""
 
-    def __init__(self) -> None:
-        with theme.card("Log", classes="tw-span"):
+    def __init__(self, grid: Grid, on_wanted: Callable[[LogFilter], Awaitable[None]]) -> None:
+        """Build the card; where a run has several hosts, with a choice of whose lines are shown."""
+        self.wanted, self.on_wanted = LogFilter(), on_wanted
+        slices, hosts = len(grid.slices), max(map(len, grid.slices), default=0)
+        with theme.card("Log", classes="tw-span") as right:
+            with right:
+                for name, count in (("slice", slices), ("host", hosts)):
+                    if count > 1:
+                        options = {"": "all"} | {str(index): str(index) for index in range(count)}
+                        theme.select(name.capitalize(), options, "", partial(self._choose, name))
             self.log = ui.log(max_lines=MAX_LOG_LINES).classes("tw-log").mark("log")
         self.partial = ""
 
+    async def _choose(self, name: str, value: str) -> None:
+        number = int(value) if value.isascii() and value.isdecimal() and len(value) < 6 else None
+        self.wanted = self.wanted.model_copy(update={name: number})
+        await self.on_wanted(self.wanted)
+
     def reset(self) -> None:
-        """Forget every line: another run begins."""
+        """Forget every line: another run, or another host's lines."""
         self.log.clear()
         self.partial = ""
 

@@ -25,7 +25,8 @@ from twinstep.platform.scheduler.explain import Explanation
 from twinstep.platform.scheduler.render.render import render
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.entry import Entry, under_way
-from twinstep.platform.store.records import Job, MetricSeries
+from twinstep.platform.store.logs import EVERYBODY
+from twinstep.platform.store.records import HostHeard, Job, LogFilter, MetricSeries, Run
 from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.spec.errors import AuthError, ConflictError, NotFoundError, TwinstepError
 from twinstep.spec.job import JobSpec
@@ -36,6 +37,7 @@ from twinstep.spec.text import dump_yaml
 COUNT_EVERY_S = 2.0
 COUNT_SHARE = 50  # of the time, a fiftieth at most is spent on counting, however many jobs there are
 STILL_EVERY_S = 2.0  # a token that is revoked closes pages so soon
+HOSTS_EVERY_S = 3.0
 EVENTS_PER_REFRESH = 5
 QUEUE_MOST = 1000
 LINE_POINTS = 500  # of one line of a chart
@@ -71,6 +73,7 @@ class Reader:
         self._service = service
         self._counts = counts or Counts(service)
         self._principal, self._looked_at = principal, time.monotonic()
+        self._hosts: tuple[str, float, list[HostHeard]] | None = None
         self.user = "" if principal.is_local else principal.user
         """Who looks; empty where no login is asked for."""
 
@@ -169,12 +172,21 @@ class Reader:
                 )
                 for run in runs
             ),
-            hosts=grid(runs[-1], job.spec["accelerator"], (), now=time.time()),
+            hosts=grid(runs[-1], job.spec["accelerator"], self._heard(runs[-1]), now=time.time()),
             in_cluster=runs[-1].backend == "kubernetes",
             suspended=job.suspend_requested_at is not None,
             heard=job.heartbeat_at,
             summary=job.summary.model_dump(mode="json") if job.summary is not None else None,
         )
+
+    def _heard(self, run: Run) -> list[HostHeard]:
+        """Return what was heard of a cluster run's hosts, as it was a moment ago."""
+        if run.backend != "kubernetes":
+            return []
+        now = time.monotonic()
+        if self._hosts is None or self._hosts[0] != run.id or now >= self._hosts[1]:
+            self._hosts = run.id, now + HOSTS_EVERY_S, self._service.heard_hosts(run.id)
+        return self._hosts[2]
 
     def explain(self, job_id: str) -> Explanation:
         """Return why a job is where it is, and what to do about it."""
@@ -257,14 +269,16 @@ class Reader:
                 break
         return found, after
 
-    def log(self, job_id: str, run_id: str, *, at: int) -> LogPiece:
+    def log(self, job_id: str, run_id: str, *, at: int, wanted: LogFilter = EVERYBODY) -> LogPiece:
         """Return what a log has after byte `at` (-1: its end), no more than the page keeps anyway."""
         self._check(job_id)
         begin = max(at, 0)
-        part = self._service.read_log(job_id, offset=begin, limit=LOG_TAIL_BYTES, run_id=run_id)
+        part = self._service.read_log(job_id, offset=begin, limit=LOG_TAIL_BYTES, run_id=run_id, wanted=wanted)
         text, skipped = part.text, max(0, part.size - begin - LOG_TAIL_BYTES)
         if skipped:
-            part = self._service.read_log(job_id, offset=begin + skipped, limit=LOG_TAIL_BYTES, run_id=run_id)
+            part = self._service.read_log(
+                job_id, offset=begin + skipped, limit=LOG_TAIL_BYTES, run_id=run_id, wanted=wanted
+            )
             # This begins within a line, perhaps within a character: show it from the next line on.
             text = part.text.partition("\n")[2] or part.text
         return LogPiece(text=text, next=part.next_offset, skipped=skipped, at_end=part.next_offset >= part.size)

@@ -187,7 +187,7 @@ def select(label: str, options: Mapping[str, str], value: str, on_change: Callab
     """Return a drop-down list of `options` (value to words) with its label before it."""
     with tag("label", "", "tw-select"):
         text(label, "tw-dim tw-small")
-        with ui.element("select") as chooser:
+        with with_props(ui.element("select"), aria_label=label) as chooser:
             for each, words in options.items():
                 option = with_props(tag("option", words), value=each)
                 if each == value:

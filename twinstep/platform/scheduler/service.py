@@ -24,6 +24,7 @@ from twinstep.platform.store.logs import EVERYBODY, Logs, StoredLog
 from twinstep.platform.store.outbox import Outbox
 from twinstep.platform.store.records import (
     EventPage,
+    HostHeard,
     Job,
     JobDetail,
     JobPage,
@@ -266,6 +267,10 @@ class Service:
         if tail is not None:
             return log.tail(tail, final=run.is_final, wanted=wanted)
         return log.read_log(offset=offset, limit=limit, final=run.is_final, wanted=wanted)
+
+    def heard_hosts(self, run_id: str) -> list[HostHeard]:
+        """Return when each host of a run in a cluster was last heard of; hosts that said nothing are left out."""
+        return self._store.heard_hosts(run_id)
 
     def log_of(self, run_id: str) -> RunDir | StoredLog:
         """Return the log of a run: its file here, or what was collected from its pods."""

@@ -296,6 +296,21 @@ class LogPart(View):
     """Whose text it is, in order."""
 
 
+class HostHeard(View):
+    """The newest that was heard of one host of a run in a cluster."""
+
+    slice: int
+    host: int
+    pod: str = ""
+    restart: int = 0
+    time: float | None = None
+    """Of its last line, in Unix seconds; null: nothing yet."""
+    line: str = ""
+    """The end of its last line."""
+    ended: bool = False
+    """Whether its container has ended."""
+
+
 class LogFilter(View):
     """Whose lines of a log are wanted; None: everybody's."""
 

@@ -15,11 +15,13 @@ from sqlalchemy.exc import IntegrityError
 
 from twinstep.platform.store.changes import Changes
 from twinstep.platform.store.database import Database
+from twinstep.platform.store.hosts import heard_hosts
 from twinstep.platform.store.ingest import Ingested, ingest
 from twinstep.platform.store.moves import add_event, guarded_move
 from twinstep.platform.store.records import (
     Event,
     EventPage,
+    HostHeard,
     JobDetail,
     JobPage,
     MetricPage,
@@ -160,6 +162,11 @@ class Store:
             query = query.where(RunRow.backend == backend)
         with self._database.read() as connection:
             return [Run.model_validate(row._asdict()) for row in connection.execute(query)]
+
+    def heard_hosts(self, run_id: str) -> list[HostHeard]:
+        """Return when each host of a run in a cluster was last heard of; hosts that said nothing are left out."""
+        with self._database.read() as connection:
+            return heard_hosts(connection, run_id)
 
     def count_runs(self) -> dict[RunState, int]:
         """Return how many runs are in each state; a state that no run is in is left out."""
