@@ -32,6 +32,7 @@ class LogReader:
     def __init__(self, time: str = "", count: int = 0) -> None:
         """Begin at a place: (time of the line read last, bytes read since the first line of that time)."""
         self.time, self.count = time, count
+        self._moment = moment(time)
         self.line_end = (time, count)
         """The place after the last whole line."""
         self._skip = count
@@ -74,7 +75,7 @@ class LogReader:
         """Read the time of the line that begins at `at`; return where its text begins."""
         self._within = True
         read = _TIME.match(data, at)
-        given, place = (None if read is None else (read[1], (read[2] or b"").ljust(9, b"0"))), moment(self.time)
+        given, place = (None if read is None else (read[1], (read[2] or b"").ljust(9, b"0"))), self._moment
         later = given is not None and (place is None or given > place)
         if not self._found:
             self._drops = not later and given != place
@@ -82,6 +83,7 @@ class LogReader:
         if later:
             self._skip = 0  # what was still to be skipped is gone from the log
             self.time, self.count = (read[0].strip().decode() if read else ""), 0
+            self._moment = given
         return at if read is None else read.end()
 
     def _new(self, text: bytes) -> bytes:
