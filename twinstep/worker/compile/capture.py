@@ -49,6 +49,7 @@ from twinstep.worker.compile.python_side import python_as_it_was
 from twinstep.worker.compile.stages import Gradients, KeepNotes, Stages, fill_stages, keep_stages
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import Strategy
+from twinstep.worker.compile.structure import Structure, take_apart
 from twinstep.worker.ops.hstu_attention import fused
 
 TrainStep = Callable[..., Any]
@@ -107,25 +108,28 @@ class Captured:
         return str(self.graph.print_readable(print_output=False))
 
 
-def batch_leaves(batch: Any) -> tuple[list[Tensor], list[str], pytree.TreeSpec]:
-    """Return a batch's tensors, the path of each, and its structure.
+def batch_leaves(batch: Any) -> tuple[list[Tensor], list[str], Structure]:
+    """Return a batch's tensors, the path of each, and its structure; leaves that are None are part of that.
 
     Raises:
         CompileError: a leaf is not a tensor.
     """
-    with_paths, spec = pytree.tree_flatten_with_path(batch)
+    _, structure = take_apart(batch)
+    with_paths, _ = pytree.tree_flatten_with_path(batch)
     leaves, paths = [], []
     for path, leaf in with_paths:
+        if leaf is None:
+            continue
         name = pytree.keystr(path).lstrip(".") or "batch"
         if not isinstance(leaf, Tensor):
             raise CompileError(
                 f"batch leaf {name} is {type(leaf).__name__}, not a tensor",
-                remedy="give tensors only: a Python value would be built into the program",
+                remedy="give tensors, or None: a Python value would be built into the program",
             )
         check_leaf(name, leaf)
         leaves.append(leaf.detach().contiguous())  # programs are made for one layout of memory
         paths.append(name)
-    return leaves, paths, spec
+    return leaves, paths, structure
 
 
 def capture(
@@ -224,7 +228,7 @@ class _FlatStep:
         train_step: TrainStep,
         state: TrainState,
         optimizer: Optimizer | Mapping[str, Optimizer] | None,
-        batch_spec: pytree.TreeSpec,
+        batch_spec: Structure,
         backend: str,
     ) -> None:
         self.state = state
@@ -244,7 +248,7 @@ class _FlatStep:
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         num_state, num_rates = len(self.state.slots), self.state.num_rates()
         tensors, rates = inputs[:num_state], inputs[num_state : num_state + num_rates]
-        given = pytree.tree_unflatten(list(inputs[num_state + num_rates :]), self._batch_spec)
+        given = self._batch_spec.put_together(inputs[num_state + num_rates :])
         model, optimizer = self.state.model, self._optimizer
         with self.state.swapped(tensors, rates) as swapped:
             no_slots = self.state.gradients is None

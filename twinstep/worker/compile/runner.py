@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from twinstep.spec.errors import CompileError
@@ -26,6 +25,7 @@ from twinstep.worker.compile.lifted import Lifted
 from twinstep.worker.compile.lookups import explain
 from twinstep.worker.compile.program import Collect
 from twinstep.worker.compile.standing import batch_info, standing
+from twinstep.worker.compile.structure import Structure, take_apart
 
 
 class Pending:
@@ -66,7 +66,7 @@ class Runner(Inspectable):
         lifted: Lifted,
         model: nn.Module,
         key: CompileKey,
-        batch_spec: pytree.TreeSpec,
+        batch_spec: Structure,
         capture_again: Capture,
         with_gradients: Callable[[Any], Runner],
         spread: Spread,
@@ -153,7 +153,7 @@ class Runner(Inspectable):
             DataError: an id names no row; nothing was changed.
         """
         self._follow_gradients(batch)
-        leaves, spec = pytree.tree_flatten(batch)
+        leaves, spec = take_apart(batch)
         if spec != self.batch_spec:
             self._refuse_structure(batch)
         if batch_info(leaves) != self._batch_info or not all(is_plain(leaf, self._device) for leaf in leaves):

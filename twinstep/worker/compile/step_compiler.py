@@ -44,6 +44,7 @@ from twinstep.worker.compile.state import Optimizers, TrainState
 from twinstep.worker.compile.store import MAX_BYTES, ProgramStore
 from twinstep.worker.compile.storm import MAX_COMPILES, WINDOW, StormWatch
 from twinstep.worker.compile.strategies import Communication, Strategy, resolve
+from twinstep.worker.compile.structure import take_apart
 
 MAX_RUNNERS = 8  # programs kept in memory; an executable and its workspace are tens of MB
 
@@ -153,7 +154,7 @@ class StepCompiler:
             CompileError: the step cannot be captured or lowered; model and optimizer are as they were.
         """
         self._storm.step()
-        leaves, spec = pytree.tree_flatten(batch)
+        leaves, spec = take_apart(batch)
         look = (named_sizes(sizes), batch_info(leaves))
         if self._stamp is not None and self._stamp.fresh():
             runner = self._known.get(look)
@@ -188,7 +189,7 @@ class StepCompiler:
         started = time.perf_counter()
         made = self._obtain(key, batch, lifted)
         seconds = time.perf_counter() - started
-        spec = pytree.tree_structure(batch)
+        _, spec = take_apart(batch)
         again = self._capture_like(batch, lifted)
         runner = Runner(made, lifted, self._model, key, spec, again, self._with_gradients, self._spread, seconds)
         runner.check_finite = self._check_finite
