@@ -177,6 +177,18 @@ def test_a_dry_run_stores_nothing(core: client.CoreV1Api, custom: client.CustomO
     refused(404, "NotFound", custom.get_namespaced_custom_object, *JOBSET, name)
 
 
+def test_a_namespace_is_made_listed_and_taken_away_with_what_is_in_it(
+    core: client.CoreV1Api, server: FakeServer, name: str
+) -> None:
+    core.create_namespace({"metadata": {"name": name}})
+    core.create_namespaced_config_map(name, config_map("a"))
+    assert name in [each.metadata.name for each in core.list_namespace().items]
+    assert core.read_namespace(name).metadata.uid
+    core.delete_namespace(name)
+    refused(404, "NotFound", core.read_namespace, name)
+    assert server.all("ConfigMap", name) == []
+
+
 def test_secrets_take_text_and_keep_base64(core: client.CoreV1Api, name: str) -> None:
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": {"token": "geheim"}}
     made = core.create_namespaced_secret("default", secret)

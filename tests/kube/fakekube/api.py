@@ -27,6 +27,8 @@ PATCHES = {
 }
 APPLY = ("application/apply-patch+yaml", "application/apply-patch+json")
 ADMIN_TOKEN = "an-admins-token"  # noqa: S105
+NAMESPACES = "namespaces-themselves"
+"""In the path, for `namespaces` where it is the last word."""
 _LOOK_S = 0.01  # how often a log that is followed is looked at
 
 
@@ -506,11 +508,12 @@ def _read(request: Request) -> _Asked | None:
     resource = request.resource
     raw = request._raw_request
     assert raw is not None
-    if resource is None or resource.plural is None:
-        return None
-    group, plural, namespace, name = resource.group or "", resource.plural, request.namespace, request.name
-    subresource = request.subresource or ""
     found = re.fullmatch(r"/api/v1/namespaces(?:/([^/]+)(?:/(status|finalize))?)?", raw.path)
+    if resource is None or (resource.plural is None and not found):
+        return None
+    group, plural, namespace, name = resource.group or "", resource.plural or "", request.namespace, request.name
+    subresource = request.subresource or ""
+    plural = "namespaces" if plural == NAMESPACES else plural
     if found:  # kmock reads these as if they were within a namespace
         plural, namespace, name, subresource = "namespaces", "", found[1] or "", found[2] or ""
     kind = BY_PATH.get((group, plural))

@@ -283,6 +283,8 @@ class Objects:
                 )  # fmt: skip
             if propagation == "Orphan" and not dry_run:
                 self._let_go(metadata["uid"])
+            if resource.kind == "Namespace" and not dry_run:
+                self._empty(name)
             finalizers = list(metadata.get("finalizers") or [])
             if propagation == "Foreground" and FOREGROUND not in finalizers and self._children(metadata["uid"]):
                 finalizers.append(FOREGROUND)
@@ -356,6 +358,12 @@ class Objects:
             for each in self._all.values()
             if any(owner["uid"] == uid for owner in each.object["metadata"].get("ownerReferences") or ())
         ]
+
+    def _empty(self, namespace: str) -> None:
+        """Delete all that is in a namespace, as it is deleted itself."""
+        for group, plural, within, name in [key for key in self._all if key[2] == namespace]:
+            with contextlib.suppress(Refusal):  # it went with another
+                self.delete(BY_PATH[group, plural], within, name, grace=0)
 
     def _let_go(self, uid: str) -> None:
         for each in self._children(uid):

@@ -21,7 +21,7 @@ import yaml
 from aiohttp import web
 from kmock import KubernetesScaffold, Request
 
-from .api import ADMIN_TOKEN, Api
+from .api import ADMIN_TOKEN, NAMESPACES, Api
 from .faults import Faults
 from .logs import Logs
 from .objects import Objects
@@ -34,6 +34,12 @@ class _Handler(KubernetesScaffold):
     """kmock's handler, whose requests go to ours first; what is no resource (discovery, /version) is kmock's."""
 
     api: Api
+
+    async def __call__(self, raw_request: web.BaseRequest) -> web.StreamResponse:
+        if raw_request.path.rstrip("/") == "/api/v1/namespaces":  # which kmock cannot read
+            where = raw_request.rel_url.with_path(f"/api/v1/{NAMESPACES}").with_query(raw_request.rel_url.query)
+            raw_request = raw_request.clone(rel_url=where)
+        return await super().__call__(raw_request)
 
     async def _handle(self, request: Request) -> web.StreamResponse:
         answer = await self.api.answer(request)
