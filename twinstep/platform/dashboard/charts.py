@@ -125,6 +125,13 @@ def chart(lines: Sequence[Line], *, legend: bool) -> dict[str, Any]:
             "axisPointer": {"lineStyle": {"color": GREY, "opacity": 0.5}},
             ":formatter": _TOOLTIP,
         },
+        "title": {
+            "show": True,
+            "text": "No points yet",
+            "left": "center",
+            "top": "middle",
+            "textStyle": {"color": GREY, "fontSize": 12, "fontWeight": "normal"},
+        },
         "toolbox": {
             "right": 8,
             "top": 0,
@@ -152,7 +159,9 @@ def chart(lines: Sequence[Line], *, legend: bool) -> dict[str, Any]:
 
 def fill(options: dict[str, Any], lines: Sequence[Line], curves: Sequence[Curve]) -> bool:
     """Put the lines' points into a chart's options; say whether anything differs from what was there."""
-    changed = False
+    empty = not any(curve.points for curve in curves)
+    changed = options["title"]["show"] != empty
+    options["title"]["show"] = empty
     for index, (line, curve) in enumerate(zip(lines, curves, strict=True)):
         main, low, span = options["series"][SERIES_PER_LINE * index : SERIES_PER_LINE * (index + 1)]
         marks = [{"xAxis": x} for x in curve.undefined[:MAX_MARKS]]
