@@ -160,7 +160,7 @@ def chart(lines: Sequence[Line], *, legend: bool) -> dict[str, Any]:
 def fill(options: dict[str, Any], lines: Sequence[Line], curves: Sequence[Curve]) -> bool:
     """Put the lines' points into a chart's options; say whether anything differs from what was there."""
     empty = not any(curve.points for curve in curves)
-    changed = options["title"]["show"] != empty
+    changed = bool(options["title"]["show"] != empty)
     options["title"]["show"] = empty
     for index, (line, curve) in enumerate(zip(lines, curves, strict=True)):
         main, low, span = options["series"][SERIES_PER_LINE * index : SERIES_PER_LINE * (index + 1)]
