@@ -104,6 +104,12 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "test_half_a_character_at_the_end_of_a_finished_log_is_shown_as_replaced",
         "test_bytes_that_are_not_utf_8_are_replaced",
         "test_the_last_lines_of_a_huge_log_are_found_without_reading_it_all",
+        "test_it_begins_before_there_are_pods_and_ends_after_they_are_gone",
+        "test_a_pod_that_takes_anothers_place_is_another_restart",
+        "test_bytes_of_any_kind_come_as_they_are",
+        "test_a_line_of_a_mebibyte",
+        "test_a_collector_that_dies_loses_nothing_and_the_next_doubles_nothing",
+        "test_draining_waits_for_the_ends_of_all_logs",
     ),
     "14: retries without end, restarts counted anew": (
         "test_a_failed_pod_restarts_all_of_it_until_it_may_no_more",
