@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fakekube.kubelet import Ending
 from fakekube.server import FakeServer
 from fakekube.simulation import Simulation
 
+from twinstep.platform.dashboard.reader import Reader
 from twinstep.platform.scheduler.attempts import Resize
 from twinstep.platform.server import ControlPlane, assemble
 from twinstep.platform.settings import ClusterSettings, Settings
@@ -75,6 +77,28 @@ def test_from_a_submit_to_its_end(
     health = plane.service.readiness().cluster
     assert health is not None
     assert (health.leads, health.troubles) == (True, [])
+
+
+@pytest.mark.parametrize("accelerator", [TPU, GPU], ids=["JobSet", "RayJob"])
+def test_the_manifests_that_are_shown_are_those_that_were_sent(
+    plane: ControlPlane, server: FakeServer, wait: Wait, accelerator: dict[str, Any]
+) -> None:
+    job_id = submit(plane, accelerator)
+    wait(lambda: server.all("JobSet") or server.all("RayJob"))
+    shown = list(yaml.safe_load_all(Reader(plane.service).document(job_id, 1, "manifests")))
+    assert len(shown) > 3
+
+    def missing(shown: Any, sent: Any, path: str = "") -> list[str]:
+        if isinstance(shown, dict) and isinstance(sent, dict):
+            return [each for key in shown for each in missing(shown[key], sent.get(key), f"{path}.{key}")]
+        if isinstance(shown, list) and isinstance(sent, list) and len(shown) == len(sent):
+            pairs = enumerate(zip(shown, sent, strict=True))
+            return [each for at, (a, b) in pairs for each in missing(a, b, f"{path}[{at}]")]
+        return [] if shown == sent else [path]
+
+    for each in shown:
+        (sent,) = (one for one in server.all(each["kind"]) if one["metadata"]["name"] == each["metadata"]["name"])
+        assert missing(each, sent) == []
 
 
 def test_a_cancel_takes_everything_out_of_the_cluster(

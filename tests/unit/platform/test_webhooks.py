@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,16 @@ from hypothesis import strategies as st
 from standardwebhooks import Webhook as Verifier
 
 from twinstep.platform.scheduler import webhooks
-from twinstep.platform.scheduler.webhooks import FIRST_PAUSE_S, GIVE_UP_S, MIN_TRIES, Messenger, Target, Webhooks, pause
+from twinstep.platform.scheduler.webhooks import (
+    FIRST_PAUSE_S,
+    GIVE_UP_S,
+    MIN_TRIES,
+    Messenger,
+    Target,
+    Webhooks,
+    is_public,
+    pause,
+)
 from twinstep.platform.settings import Settings
 from twinstep.platform.store import outbox as outbox_module
 from twinstep.platform.store.moves import add_event
@@ -355,6 +365,37 @@ def test_nobody_is_led_to_where_they_may_not_go(settings: Settings, url: str) ->
     with pytest.raises(SpecError) as caught:
         Target(off_loopback(settings), resolve=resolve).check(url)
     assert caught.value.faults[0].field == "url"
+
+
+@pytest.mark.parametrize("inside", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "192.168.1.1"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        "{old}", "::{old}", "::ffff:{old}", "::ffff:0:{old}", "64:ff9b::{old}", "64:ff9b:1::{old}", "2002:{hex}::1",
+        "2001:0:5db8:d822:0:1:{inverse}", "2606:2800:220:1:0:5efe:{old}", "2606:2800:220:1:200:5efe:{old}",
+    ],
+)  # fmt: skip
+def test_an_address_that_is_not_public_is_none_however_it_is_wrapped(around: str, inside: str) -> None:
+    packed = ipaddress.IPv4Address(inside).packed.hex()
+    inverse = f"{int(packed, 16) ^ 0xFFFFFFFF:08x}"
+    parts = {"hex": f"{packed[:4]}:{packed[4:]}", "inverse": f"{inverse[:4]}:{inverse[4:]}"}
+    assert not is_public(around.format(old=inside, **parts))
+
+
+NOWHERE = (
+    "::/3", "4000::/2", "8000::/1", "fec0::/10", "fe80::/10", "fc00::/7", "ff00::/8", "5f00::/16", "100::/64",
+    "2001:db8::/32", "2001::/23", "3fff::/20", "192.0.0.0/24", "192.88.99.0/24", "100.64.0.0/10", "198.18.0.0/15",
+    "240.0.0.0/4", "224.0.0.0/4", "0.0.0.0/8",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("network", NOWHERE)
+@given(share=st.floats(0, 1))
+def test_no_address_of_a_network_that_is_nobodys_is_public(network: str, share: float) -> None:
+    found = ipaddress.ip_network(network)
+    address = found[min(found.num_addresses - 1, int(share * found.num_addresses))]
+    mapped = getattr(address, "ipv4_mapped", None)
+    assert not is_public(str(address)) or (mapped is not None and is_public(str(mapped)))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from twinstep.platform.dashboard.views import EventLine, JobLine, JobLines, JobW
 from twinstep.platform.scheduler.accounts import LOCAL, Principal
 from twinstep.platform.scheduler.attempts import Resize
 from twinstep.platform.scheduler.explain import Explanation
-from twinstep.platform.scheduler.render.render import render
+from twinstep.platform.scheduler.runnable import as_run
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.entry import Entry, under_way
 from twinstep.platform.store.logs import EVERYBODY
@@ -209,16 +209,9 @@ class Reader:
             return dump_yaml(body)
         if body["accelerator"]["kind"] == "cpu":
             return f"# {job.name} runs on the control plane's own machine: it is no object of a cluster.\n"
-        settings = self._service.settings
         try:
-            return render(
-                JobSpec.model_validate(body),
-                default_image=settings.worker_image,
-                job_id=job_id,
-                run_id=run.id,
-                attempt=run.attempt,
-                api_url=settings.url,
-            ).yaml
+            spec = JobSpec.model_validate(body)
+            return as_run(spec, self._service.settings, job_id=job_id, run_id=run.id, attempt=run.attempt)
         except (TwinstepError, ValidationError) as error:  # a spec of another version
             return f"# It cannot be rendered: {str(error).splitlines()[0]}\n"
 

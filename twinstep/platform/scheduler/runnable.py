@@ -92,19 +92,23 @@ def diff_of(job: JobDetail, spec: JobSpec, settings: Settings) -> str:
 
     Both are rendered as that run, so that names differ only where the specs make them differ.
     """
-    old, new = (_as_run_of(job, each, settings) for each in (JobSpec.model_validate(job.spec), spec))
+    old, new = (
+        as_run(each, settings, job_id=job.id, run_id=job.run_id, attempt=job.attempt)
+        for each in (JobSpec.model_validate(job.spec), spec)
+    )
     lines = unified_diff(old.splitlines(), new.splitlines(), f"attempt {job.attempt}", "planned", lineterm="", n=3)
     return "\n".join(lines)
 
 
-def _as_run_of(job: JobDetail, spec: JobSpec, settings: Settings) -> str:
+def as_run(spec: JobSpec, settings: Settings, *, job_id: str, run_id: str, attempt: int) -> str:
+    """Return the manifests of a run, as they are sent to the cluster; raises SpecError where it is no cluster's."""
     cluster = settings.cluster
     return render(
         spec,
         default_image=settings.worker_image,
-        job_id=job.id,
-        run_id=job.run_id,
-        attempt=job.attempt,
+        job_id=job_id,
+        run_id=run_id,
+        attempt=attempt,
         api_url=None if cluster is None else cluster.api_url,
     ).yaml
 

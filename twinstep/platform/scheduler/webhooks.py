@@ -136,12 +136,21 @@ def is_public(address: str) -> bool:
     if isinstance(found, ipaddress.IPv6Address):
         if found.ipv4_mapped is not None:
             found = found.ipv4_mapped
-        elif found.sixtofour is not None or found.teredo is not None or found in _NAT64:
+        elif found not in _UNICAST or any(found in each for each in _NO_SERVERS):
+            return False
+        elif found.packed[8:12] in _ISATAP:
             return False  # an address of the old kind inside, and no server has need of it
+    elif any(found in each for each in _OLD_NO_SERVERS):
+        return False
     return found.is_global and not found.is_multicast
 
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""All that was ever given out: what lies elsewhere leads to this machine, its site, or an address of the old kind.
+Source: IANA's registries of IPv6 and IPv4 addresses for special purposes."""
+_NO_SERVERS = tuple(map(ipaddress.ip_network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
+_OLD_NO_SERVERS = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24")))
+_ISATAP = (b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe")
 
 
 def _resolve(host: str, port: int) -> Sequence[str]:
