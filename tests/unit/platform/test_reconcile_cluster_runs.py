@@ -246,6 +246,18 @@ def test_a_workload_whose_run_has_ended_is_swept_up_and_nobody_elses(
     assert plane.run(job).state is S.CANCELLED
 
 
+def test_workloads_that_have_ended_and_stay_for_a_while_cost_no_request(
+    plane: Plane, cluster: StandInCluster, another: Callable[[], Plane]
+) -> None:
+    """A thousand of them, a day long, would keep the thread that looks after live runs from doing so."""
+    for job in [plane.running(), plane.running()]:
+        cluster.ends(job.run_id)
+    plane.passes()
+    cluster.asked.clear()
+    another().passes(2)
+    assert cluster.asked == []
+
+
 def away(call: str, run_id: str) -> None:
     raise UnavailableError("the API server does not answer", remedy="wait")
 

@@ -97,7 +97,7 @@ class ClusterReconciler(Passes):
     ) -> None:
         """`leads` says whether this control plane is the one to act; one that is not looks at nothing.
 
-        `drain` reads a run's logs up to now, before it is called ended, and before its pods are deleted.
+        `drain` reads a run's logs up to now, before it is called ended.
         """
         super().__init__("cluster-reconciler", every_seconds=every_seconds, pause_seconds=min(0.1, every_seconds))
         self._runs = runs
@@ -160,15 +160,25 @@ class ClusterReconciler(Passes):
             return
         self._swept_at = time.monotonic()
         left = {run_id: ref for run_id, ref in self._cluster.workloads().items() if run_id not in live}
-        for run_id in self._runs.ended(list(left)) if left else ():
-            ref = left[run_id]
+        going = {run_id: ref for run_id, ref in left.items() if self._goes_on(self._cluster.look(run_id, ref))}
+        ends = time.monotonic() + PASS_S
+        for run_id in self._runs.ended(list(going)) if going else ():
+            ref = going[run_id]
             try:
-                seen = self._cluster.confirm(run_id, ref)
-                if seen.workload is not None and find(seen, asked_to_stop=False).state not in FINAL:
+                if self._goes_on(self._cluster.confirm(run_id, ref)):
                     log.warning("%s has ended, and its %s %s goes on: it is deleted", run_id, ref.kind, ref.name)
                     self._cluster.delete(run_id, ref)
             except Exception as error:
                 trouble_with(run_id, error)  # the next look finds it again
+            if time.monotonic() > ends:
+                return
+
+    @staticmethod
+    def _goes_on(seen: Evidence | None) -> bool:
+        """Say whether a workload is there, has not come to its end, and is not on its way out."""
+        if seen is None or seen.workload is None or seen.workload["metadata"].get("deletionTimestamp"):
+            return False
+        return find(seen, asked_to_stop=False).state not in FINAL
 
     def _look_after(self, run: ClusterRun, now: _Pass) -> Remark | None:
         wanted = self._wanted(run, now)
