@@ -68,6 +68,8 @@ def _ask(verb: str, job_ref: str, *, body: Any = None, as_json: bool, url: str |
             print_json({"job": job})
         else:
             said = f"attempt {job['attempt']} is {job['state']}: {one_line(job['reason'])}"
+            if verb == "suspend" and job["state"] in ("starting", "running", "restarting"):  # the answer is the wish's
+                said = f"attempt {job['attempt']} is asked to give its nodes back; it is {job['state']} now"
             print(f"{one_line(job['name'])} ({job['id']}), {said}", flush=True)
         if not follow:
             return 0

@@ -120,7 +120,15 @@ def test_a_silent_worker_is_told_of_after_a_while() -> None:
 
 def test_an_ended_job_needs_no_next_step() -> None:
     assert explain(job(RunState.SUCCEEDED, started_at=1.0, finished_at=61.0)).next_step == ""
-    assert explain(job(RunState.CANCELLED, "cancelled")).cause == "cancelled"
+
+
+def test_a_cancelled_job_says_so_once_and_how_to_run_it_again() -> None:
+    cancelled = job(RunState.CANCELLED, "cancelled")
+    found = explain(cancelled)
+    assert (found.cause, found.text) == ("cancelled", "The job was cancelled.")
+    assert found.next_step == f"twinstep retry {cancelled.id} runs it again"
+    killed = explain(job(RunState.CANCELLED, "cancelled; killed 10 s after it was asked to stop"))
+    assert "killed 10 s after" in killed.text
 
 
 def test_the_api_explains_a_job(live) -> None:

@@ -154,7 +154,7 @@ def _check_everywhere(principal: Principal, permission: Permission) -> None:
     if not (principal.everywhere and principal.may(permission)):
         raise ForbiddenError(
             f"{principal.user} may not {permission} in all projects with this token",
-            remedy="use a token that is good everywhere: twinstep token create USER --everywhere",
+            remedy="use a token that is good everywhere; an admin makes one: twinstep token create USER --everywhere",
         )
 
 

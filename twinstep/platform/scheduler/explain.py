@@ -137,7 +137,8 @@ def explain(
         took = duration((job.finished_at or 0.0) - (job.started_at or job.created_at))
         return _said(job, "succeeded", f"the job succeeded after {took}", "")
     if job.state is RunState.CANCELLED:
-        return _said(job, "cancelled", f"the job was cancelled: {job.reason}", "submit it again to run it")
+        why = "" if job.reason in ("", "cancelled") else f": {job.reason}"
+        return _said(job, "cancelled", f"the job was cancelled{why}", f"twinstep retry {job.id} runs it again")
     if job.state is RunState.FAILED:
         return _failure(job, events, log, diagnosis)
     if job.reason.startswith("is tried again: "):

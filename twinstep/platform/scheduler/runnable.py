@@ -56,7 +56,7 @@ def check_runnable(spec: JobSpec, settings: Settings) -> None:
                 problem="cannot run on this control plane, which has only its own machine",
                 given=f"'{kind}'",
                 allowed="cpu",
-                remedy="kind: cpu",
+                remedy="kind: cpu, or a control plane with a cluster: twinstep up --kubeconfig FILE",
             ),
             "set accelerator: cpu to run it here, or start the control plane with a cluster: twinstep up --kubeconfig",
         )

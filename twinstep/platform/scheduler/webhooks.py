@@ -185,7 +185,11 @@ class Webhooks:
                 field="types", problem="is not a type of event", given=repr(unknown[0][:100]),
                 allowed=", ".join(TYPES), remedy=near,
             )  # fmt: skip
-            raise SpecError("the webhook cannot be made: types", remedy=f"give types such as {near}", faults=(fault,))
+            raise SpecError(
+                "the webhook cannot be made: a type is no type of event",
+                remedy=f"give types such as {near}",
+                faults=(fault,),
+            )
         self._target.check(url)
         secret = "whsec_" + base64.b64encode(secrets.token_bytes(32)).decode()
         return self._outbox.add(url, sorted(set(types)), secret=secret), secret

@@ -290,4 +290,4 @@ def _come(column: Any, now: float) -> Any:
 
 
 def _no_such(hook_id: str) -> NotFoundError:
-    return NotFoundError(f"there is no webhook {hook_id!r}", remedy="list them: twinstep webhooks, GET /v1/webhooks")
+    return NotFoundError(f"there is no webhook {hook_id!r}", remedy="list them: twinstep webhooks ls, GET /v1/webhooks")
