@@ -41,6 +41,8 @@ VMEM_BYTES = 58 << 20
 SPARE_BYTES = 4 << 20
 """Of them, what is left to the values of one chunk."""
 LARGEST_CHUNK = 128
+VALUES_ALIVE = 24
+"""Values of a chunk that a kernel without attention is taken to hold at once."""
 
 ATTENTION = (OPERATOR, OPERATOR_BACKWARD)
 CASTS = (aten._to_copy.default, prims.convert_element_type.default)
@@ -82,13 +84,20 @@ class Layer:
     __name__ = "fused_layer"
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Run the kernel on `tokens`, `weights`, then prefix lengths, target lengths and n of the attention."""
+        """Run the kernel on `tokens`, `weights`, then prefix lengths, target lengths and n of an attention."""
         return run(self, arrays)
 
     @property
-    def attention(self) -> fx.Node:
-        """One of the attention nodes; all have the same rule."""
-        return next(node for node in self.nodes if node.target in ATTENTION)
+    def attention(self) -> fx.Node | None:
+        """One of the attention nodes, if there are any; all have the same rule."""
+        return next((node for node in self.nodes if node.target in ATTENTION), None)
+
+    @property
+    def chunk(self) -> int:
+        """R: without attention, a row is no more than a chunk of tokens."""
+        size = self.slots if self.attention is None else chunk_size(self.slots)
+        assert size is not None, "layers are only found where slots divide into chunks"  # noqa: S101
+        return size
 
 
 def strip(node: fx.Node) -> fx.Node:
@@ -157,6 +166,9 @@ class Plan:
         total += sum(_padded(layer.slots, width(each, layer.slots)) for each in self.kept)
         total += sum(_padded(*_matrix(each.meta["val"].shape)) for each in layer.weights)
         total += sum(2 * _padded(*_matrix(each.meta["val"].shape)) for each in layer.sums)
+        if layer.attention is None:  # no chunk is small, and its values are many
+            widest = max(width(each, layer.slots) for each in (*layer.tokens, *layer.results))
+            return total + VALUES_ALIVE * _padded(layer.slots, widest)
         return total + SPARE_BYTES
 
     def _keep(self, nodes: Iterable[fx.Node]) -> bool:
@@ -184,7 +196,7 @@ class Plan:
 
 def _expensive(node: fx.Node) -> bool:
     """Say whether a node is a product of matrices, or a part of one, with a bias or not."""
-    while node.target is not aten.mm.default:
+    while node.target not in (aten.mm.default, aten.addmm.default):
         if isinstance(node.meta["val"], tuple | list):
             return False
         if node.target in (*VIEWS, *CASTS, aten.slice.Tensor, aten.add.Tensor):
@@ -249,7 +261,10 @@ class _Chunk:
         if target in CASTS:
             return self.value(args[0]).astype(_dtype(node))
         if target is aten.mm.default:
-            return self._product(node)
+            return self._product(node, *args)
+        if target is aten.addmm.default:
+            bias, left, right = args
+            return (self.value(bias) + self._product(node, left, right)).astype(_dtype(node))
         if target is aten.sum.dim_IntList:
             (dim,) = args[1]
             return jnp.sum(self.value(args[0]), axis=dim, keepdims=True)
@@ -268,12 +283,11 @@ class _Chunk:
             return [whole[:, start:end] for start, end in itertools.pairwise(ends)]
         return self.value(args[0])[args[1]]  # operator.getitem
 
-    def _product(self, node: fx.Node) -> jax.Array:
-        left, right = node.args
-        if left.target is aten.permute.default:  # type: ignore[union-attr]
-            return dot(self.value(left.args[0]), self.value(right), over=(0, 0))  # type: ignore[union-attr]
-        if right.target is aten.permute.default and right not in self._plan.layer.weights:  # type: ignore[union-attr]
-            return dot(self.value(left), self.value(right.args[0]), over=(1, 1)).astype(_dtype(node))  # type: ignore[union-attr]
+    def _product(self, node: fx.Node, left: fx.Node, right: fx.Node) -> jax.Array:
+        if left.target is aten.permute.default:
+            return dot(self.value(left.args[0]), self.value(right), over=(0, 0))
+        if right.target is aten.permute.default and right not in self._plan.layer.weights:
+            return dot(self.value(left), self.value(right.args[0]), over=(1, 1)).astype(_dtype(node))
         return dot(self.value(left), self.value(right), over=(1, 0)).astype(_dtype(node))
 
 
@@ -311,12 +325,14 @@ def _attend(node: fx.Node, row: Row, refs: Mapping[fx.Node, Any]) -> None:
     over_heads(H, widths, one)
 
 
-def _kernel(prefix_ref: Any, targets_ref: Any, n_ref: Any, *refs: Any, plan: Plan, walk: Walk, chunk: int) -> None:
-    layer = plan.layer
+def _kernel(*refs: Any, plan: Plan, walk: Walk | None, chunk: int) -> None:
+    layer, row = plan.layer, None
+    if walk is not None:
+        prefix_ref, targets_ref, n_ref, *refs = refs  # type: ignore[assignment]
+        b = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
+        row = Row(walk, chunk, prefix_ref[b], targets_ref[b], n_ref[0])
     named = dict(zip((*layer.tokens, *layer.weights, *layer.results, *layer.sums, *plan.kept), refs, strict=True))
     outside = dict(zip(layer.results, refs[len(layer.tokens) + len(layer.weights) :], strict=False))
-    b = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
-    row = Row(walk, chunk, prefix_ref[b], targets_ref[b], n_ref[0])
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
@@ -325,7 +341,7 @@ def _kernel(prefix_ref: Any, targets_ref: Any, n_ref: Any, *refs: Any, plan: Pla
 
     for phase in range(plan.phases):
         for node in layer.nodes:
-            if node.target in ATTENTION and plan.phase[node] == phase:
+            if row is not None and node.target in ATTENTION and plan.phase[node] == phase:
                 _attend(node, row, named)
         roots = plan.roots(phase)
 
@@ -342,7 +358,7 @@ def _kernel(prefix_ref: Any, targets_ref: Any, n_ref: Any, *refs: Any, plan: Pla
                     outside[root][rows, :] = value
 
         if roots:
-            over_chunks(walk.num_slots, chunk, one)
+            over_chunks(layer.slots, chunk, one)
 
 
 def _cost(plan: Plan, rows: int, cores: int) -> pl.CostEstimate:
@@ -351,9 +367,9 @@ def _cost(plan: Plan, rows: int, cores: int) -> pl.CostEstimate:
     tokens = rows * S
     flops = transcendentals = 0
     for node in layer.nodes:
-        if node.target is aten.mm.default:
+        if node.target in (aten.mm.default, aten.addmm.default):
             columns = node.meta["val"].shape
-            left = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+            left = node.args[-2].meta["val"].shape  # type: ignore[union-attr]
             flops += 2 * tokens * (math.prod(columns) if node in layer.sums else left[1] * columns[1])
         elif node.target in ATTENTION:
             H, A = node.args[1].meta["val"].shape[2:]  # type: ignore[union-attr]
@@ -375,15 +391,14 @@ def on_one_device(
     Returns:
         results [rows, S, E] each, and sums, each with a first dimension for the device's cores.
     """
-    plan, S = Plan.of(layer), layer.slots
-    *rule, alpha = layer.attention.args[6 if layer.attention.target is OPERATOR else 7 :]
-    chunk = chunk_size(S)
-    assert chunk is not None, "layers are only found where slots divide into chunks"  # noqa: S101
-    walk = Walk(S, S, AttentionRule(*rule), alpha)  # type: ignore[arg-type]
+    plan, S, walk = Plan.of(layer), layer.slots, None
+    if layer.attention is not None:
+        *rule, alpha = layer.attention.args[6 if layer.attention.target is OPERATOR else 7 :]
+        walk = Walk(S, S, AttentionRule(*rule), alpha)  # type: ignore[arg-type]
     at, end = len(layer.tokens), len(layer.tokens) + len(layer.weights)
     tokens = [each.reshape(-1, S, width(node, S)) for each, node in zip(arrays, layer.tokens, strict=False)]
     weights = [each.reshape(_matrix(each.shape)) for each in arrays[at:end]]
-    prefix_B, targets_B, n = arrays[end:]
+    scalars = () if walk is None else pallas_attention.scalars(*arrays[end:], walk)
     B = tokens[0].shape[0]
     cores = cores if B % cores == 0 else 1
     each_core = B // cores
@@ -393,9 +408,9 @@ def on_one_device(
 
     sums = [_matrix(node.meta["val"].shape) for node in layer.sums]
     found = pl.pallas_call(
-        functools.partial(_kernel, plan=plan, walk=walk, chunk=chunk),
+        functools.partial(_kernel, plan=plan, walk=walk, chunk=layer.chunk),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=len(scalars),
             grid=(cores, each_core),
             in_specs=[
                 *(by_row(each.shape[2]) for each in tokens),
@@ -416,8 +431,8 @@ def on_one_device(
         ),
         cost_estimate=_cost(plan, B, cores),
         interpret=interpret,
-        name="fused_layer_backward" if layer.sums else "fused_layer",
-    )(*pallas_attention.scalars(prefix_B, targets_B, n, walk), *tokens, *weights)
+        name=("fused_mlp" if walk is None else "fused_layer") + ("_backward" if layer.sums else ""),
+    )(*scalars, *tokens, *weights)
     return tuple(found)
 
 
@@ -428,7 +443,8 @@ def run(layer: Layer, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         found = on_one_device(layer, arrays)
     else:
         rows, whole = PartitionSpec(spread.rows), PartitionSpec()  # type: ignore[no-untyped-call]
-        specs = (*[rows] * len(layer.tokens), *[whole] * len(layer.weights), rows, rows, whole)
+        lengths = () if layer.attention is None else (rows, rows, whole)
+        specs = (*[rows] * len(layer.tokens), *[whole] * len(layer.weights), *lengths)
         found = jax.shard_map(
             lambda *local: on_one_device(layer, local, cores=spread.cores),
             mesh=spread.mesh,

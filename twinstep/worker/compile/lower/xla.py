@@ -35,6 +35,7 @@ from twinstep.worker.compile.lower.layout import Layout, Specs, add_rows
 from twinstep.worker.compile.lower.memory import give_back, keep_freed_memory
 from twinstep.worker.compile.lower.tpu_graph import narrow
 from twinstep.worker.compile.lower.tpu_layers import fuse_layers
+from twinstep.worker.compile.lower.tpu_mlps import fuse_mlps
 from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
 from twinstep.worker.compile.partition import folded
@@ -341,6 +342,7 @@ def as_jax(captured: Captured, hidden: Mapping[int, int] = MappingProxyType({}))
         if target_platform() == "tpu" and fused is not None:
             if fused.whole_layers:
                 fuse_layers(graph, captured.num_state)
+                fuse_mlps(graph, captured.num_state)
             narrow(graph)
         with env.override_property(prng=key):
             results = list(JaxInterpreter(graph).run(*state, *rates, *batch, *constants))
