@@ -398,7 +398,10 @@ def on_one_device(
     at, end = len(layer.tokens), len(layer.tokens) + len(layer.weights)
     tokens = [each.reshape(-1, S, width(node, S)) for each, node in zip(arrays, layer.tokens, strict=False)]
     weights = [each.reshape(_matrix(each.shape)) for each in arrays[at:end]]
-    scalars = () if walk is None else pallas_attention.scalars(*arrays[end:], walk)
+    scalars: tuple[jax.Array, ...] = ()
+    if walk is not None:
+        prefix_B, targets_B, n = arrays[end:]
+        scalars = pallas_attention.scalars(prefix_B, targets_B, n, walk)
     B = tokens[0].shape[0]
     cores = cores if B % cores == 0 else 1
     each_core = B // cores

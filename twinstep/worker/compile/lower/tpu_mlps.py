@@ -36,6 +36,9 @@ MIN_TOKENS = 4096
 LARGEST, SMALLEST = 512, 32
 """Bounds of R."""
 
+LARGEST_ROW = 1024
+"""Most tokens of a row that are a chunk."""
+
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
@@ -153,13 +156,28 @@ def _mlp(search: Search, region: set[fx.Node], shape: Shape) -> tuple[Layer, Lay
         layer_of(results, (), set(), forward, shape),
         layer_of(gradients, sums, set(), region, shape),
     )
-    size = chunk_of(shape.rows)
-    assert size is not None, "only such sizes are looked at"  # noqa: S101
-    cut = [dataclasses.replace(each, rows=shape.rows // size, slots=size) for each in layers]
-    for layer in cut:
-        if Plan.of(layer).vmem_bytes() > VMEM_BYTES or not _in_order(search, layer, inner):
-            raise NotOfThisKind
-    return cut[0], cut[1]
+    if not all(_in_order(search, each, inner) for each in layers):
+        raise NotOfThisKind
+    for size in filter(None, (_row(results[0], shape), chunk_of(shape.rows))):
+        forth, back = (dataclasses.replace(each, rows=shape.rows // size, slots=size) for each in layers)
+        if all(Plan.of(each).vmem_bytes() <= VMEM_BYTES for each in (forth, back)):
+            return forth, back
+    raise NotOfThisKind
+
+
+def _row(result: fx.Node, shape: Shape) -> int | None:
+    """Return the tokens of a row of the batch where the result is read by rows alone, of at most `LARGEST_ROW`.
+
+    Then a chunk is a row. Rows that fill no whole tiles are padded in memory: to read them as tokens would be a copy.
+    """
+    spread = current()
+    parts = 1 if spread is None else spread.devices * spread.cores
+    found = {tuple(user.meta["val"].shape) for user in result.users if user.target is aten.view.default}
+    if len(found) != 1 or any(user.target is not aten.view.default for user in result.users):
+        return None
+    rows, size, *rest = *found.pop(), 0
+    whole = len(rest) == 2 and rows * size == shape.rows and rows % parts == 0
+    return size if whole and SMALLEST <= size <= LARGEST_ROW else None
 
 
 def _only_for(node: fx.Node, sums: Iterable[fx.Node]) -> bool:
