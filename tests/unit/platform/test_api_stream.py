@@ -12,6 +12,7 @@ import pytest
 
 from twinstep.platform.api.stream import LOG_BYTES, Cursor, Follower
 from twinstep.platform.scheduler.service import Service
+from twinstep.platform.store.troubles import TransientError
 from twinstep.spec.job import JobSpec
 
 
@@ -138,6 +139,25 @@ def test_a_last_event_id_that_is_none_is_refused(shared, bad: str) -> None:
     job = shared.submit("reports-1")
     answer = shared.http.get(f"/v1/jobs/{job['id']}/stream", headers={"last-event-id": bad.encode()})
     assert (answer.status_code, answer.json()["faults"][0]["field"]) == (422, "Last-Event-ID")
+
+
+@pytest.mark.parametrize("asked", ["get_job", "list_events", "list_metrics"])
+def test_a_stream_ends_without_its_end_when_the_database_does_not_answer(live, monkeypatch, caplog, asked: str) -> None:
+    monkeypatch.setattr("twinstep.platform.api.stream.LOOK_ANYWAY_S", 0.05)
+    job = live.submit("sleeps")
+    with live.http.stream("GET", f"/v1/jobs/{job['id']}/stream") as answer:
+        found = parse(answer.iter_lines())
+        last = next(found).id
+
+        def away(*args: object, **kwargs: object) -> None:
+            raise TransientError("the database does not answer", remedy="wait until it is up again")
+
+        monkeypatch.setattr(Service, asked, away)
+        assert "end" not in [message.event for message in found]  # to its close, which is none of a broken connection
+    monkeypatch.undo()
+    live.http.post(f"/v1/jobs/{job['id']}/cancel")
+    assert messages(live, job["id"], last=last)[-1].event == "end"
+    assert "Exception in ASGI application" not in caplog.text
 
 
 def test_a_stream_ends_without_its_end_when_the_control_plane_goes(live) -> None:

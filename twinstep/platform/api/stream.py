@@ -22,7 +22,7 @@ from twinstep.platform.api.jobs import Asked
 from twinstep.platform.api.problems import RequestError, responses
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.records import JobDetail
-from twinstep.spec.errors import Fault
+from twinstep.spec.errors import Fault, UnavailableError
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 
@@ -91,7 +91,11 @@ async def stream(service: Asked, follower: Annotated[Follower, Depends(begin)]) 
         if follower.idle():
             await asyncio.sleep(service.settings.stream_seconds)
             continue
-        for message in await run_in_threadpool(follower.look):
+        try:
+            messages = await run_in_threadpool(follower.look)
+        except UnavailableError:
+            return  # the database is away: whoever comes back is told so, and goes on from its place later
+        for message in messages:
             yield message
         if follower.ended:
             return
