@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import update
 from stand_in_cluster import StandInCluster
 
 from twinstep.cli.app import run
@@ -23,6 +24,7 @@ from twinstep.platform.settings import ClusterSettings, Settings
 from twinstep.platform.store.cluster_runs import ClusterRuns
 from twinstep.platform.store.records import JobDetail
 from twinstep.platform.store.store import Store
+from twinstep.platform.store.tables import JobRow
 from twinstep.spec.errors import ConflictError, NotFoundError, SpecError, TwinstepError
 from twinstep.spec.parse import validate_spec
 from twinstep.spec.states import FINAL, LIVE, RunState
@@ -257,6 +259,39 @@ def test_of_many_who_retry_at_once_one_makes_a_run(plane: Plane, key: str | None
     assert len(plane.service.list_runs(job.id)) == 2
     assert said.count(True) == 1
     assert set(said) - {True} == ({False} if key else {ConflictError})
+
+
+def test_a_run_made_while_its_job_is_cancelled_is_the_one_that_stops(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resize asks the run before to stop, so that asking it once more says nothing new: the new one is meant."""
+    job = plane.running()
+    ask = plane.store.request_cancel
+
+    def resized_first(run_id: str, *, actor: str) -> bool:
+        monkeypatch.undo()
+        plane.verbs.resize(job.id, Resize(topology="2x2x1"), actor="b")
+        return ask(run_id, actor=actor)
+
+    monkeypatch.setattr(plane.store, "request_cancel", resized_first)
+    found = plane.service.cancel_job(job.id)
+    assert (found.attempt, found.cancel_requested_at is None) == (2, False)
+
+
+def test_a_job_whose_spec_a_later_version_wrote_is_refused_by_field(plane: Plane) -> None:
+    job = plane.running()
+    plane.service.cancel_job(job.id)
+    plane.passes()
+    with plane.store.database.write() as connection:
+        later = job.spec | {"accelerator": job.spec["accelerator"] | {"generation": "v99"}}
+        connection.execute(update(JobRow).where(JobRow.id == job.id).values(spec=later))
+    for ask in (
+        lambda: plane.verbs.retry(job.id, actor="a"),
+        lambda: plane.verbs.resume(job.id, actor="a"),
+        lambda: plane.service.plan_diff(validate_spec(job.spec), job.id),
+    ):
+        with pytest.raises(SpecError, match="the job's spec is not valid"):
+            ask()
 
 
 def test_a_local_job_is_tried_again_and_neither_suspended_nor_resized(live) -> None:

@@ -75,7 +75,7 @@ class Verbs:
                 remedy=f"wait for its end, or cancel it first: twinstep cancel {job.id}",
             )
         self._not_succeeded(job, "retry")
-        check_runnable(JobSpec.model_validate(job.spec), self._settings)
+        check_runnable(validate_spec(job.spec, source="the job's spec"), self._settings)
         return NewAttempt(verb="retried", after=run.id, version=run.version, says=", from the start")
 
     def resume(self, job_id: str, *, actor: str, key: str | None = None) -> tuple[JobDetail, bool]:
@@ -98,7 +98,7 @@ class Verbs:
                 self._nudge()
             return None
         self._not_succeeded(job, "resume")
-        check_runnable(JobSpec.model_validate(job.spec), self._settings)
+        check_runnable(validate_spec(job.spec, source="the job's spec"), self._settings)
         return NewAttempt(
             verb="resumed",
             after=run.id,

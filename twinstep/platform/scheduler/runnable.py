@@ -13,6 +13,7 @@ from twinstep.platform.settings import Settings
 from twinstep.platform.store.records import JobDetail
 from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.parse import validate_spec
 
 
 def check_runnable(spec: JobSpec, settings: Settings) -> None:
@@ -94,7 +95,7 @@ def diff_of(job: JobDetail, spec: JobSpec, settings: Settings) -> str:
     """
     old, new = (
         as_run(each, settings, job_id=job.id, run_id=job.run_id, attempt=job.attempt)
-        for each in (JobSpec.model_validate(job.spec), spec)
+        for each in (validate_spec(job.spec, source="the job's spec"), spec)
     )
     lines = unified_diff(old.splitlines(), new.splitlines(), f"attempt {job.attempt}", "planned", lineterm="", n=3)
     return "\n".join(lines)

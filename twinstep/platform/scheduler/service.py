@@ -175,8 +175,10 @@ class Service:
             ConflictError: it had already succeeded or failed.
         """
         job = self._store.job(job_id)
-        if not self._store.request_cancel(job.run_id, actor=actor):
-            job = self._store.job(job_id)
+        while not self._store.request_cancel(job.run_id, actor=actor):
+            before, job = job, self._store.job(job_id)
+            if job.run_id != before.run_id:
+                continue  # it was retried or resized meanwhile: the new run is the one to stop
             if job.state in (RunState.SUCCEEDED, RunState.FAILED):
                 raise ConflictError(
                     f"job {job_id} has {job.state} already and cannot be cancelled",
@@ -281,7 +283,7 @@ class Service:
     def explain_job(self, job_id: str) -> Explanation:
         """Say why a job is where it is, and what to do about it, or raise NotFoundError."""
         job = self._store.job(job_id)
-        events = self._store.last_events(job.run_id, limit=EXPLAINED_EVENTS)
+        events = self._store.last_events(job_id, job.run_id, limit=EXPLAINED_EVENTS)
         log = self.read_log(job_id, tail=EXPLAINED_LINES).text.splitlines()
         diagnosis = self._store.run(job.run_id).diagnosis
         return explain(job, events=events, log=log, diagnosis=diagnosis, now=time.time())

@@ -294,9 +294,11 @@ class Store:
         items = self._events(query)
         return EventPage(items=items, next_after=items[-1].id if items else after)
 
-    def last_events(self, run_id: str, *, limit: int) -> list[Event]:
-        """Return the newest events of a run, oldest first."""
-        query = select(EventRow.__table__).where(EventRow.run_id == run_id).order_by(EventRow.id.desc()).limit(limit)
+    def last_events(self, job_id: str, run_id: str, *, limit: int) -> list[Event]:
+        """Return the newest events of a job's run, oldest first."""
+        # By the job as well, for that is what the index begins with.
+        of_run = (EventRow.job_id == job_id, EventRow.run_id == run_id)
+        query = select(EventRow.__table__).where(*of_run).order_by(EventRow.id.desc()).limit(limit)
         return self._events(query)[::-1]
 
     def _events(self, query: Select[Any]) -> list[Event]:
