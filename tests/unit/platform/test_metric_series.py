@@ -160,6 +160,18 @@ def test_a_follower_adds_to_what_it_holds(filled: Database) -> None:
     assert told(held)[:-1] + told(more) == told(whole)
 
 
+def test_what_is_in_memory_of_all_runs_has_a_bound_and_is_read_anew_beyond_it(filled: Database) -> None:
+    with filled.write() as connection:
+        connection.execute(delete(MetricRow))
+    for run_id in (RUN, OTHER):
+        store(filled, {step: float(step) for step in range(40)}, run_id=run_id)
+    reader = SeriesReader(filled, kept_in_all=50)
+    for run_id in (RUN, OTHER, RUN):
+        (series,) = reader.series(run_id, ["loss"], max_points=100)
+        assert series.steps == list(range(40))
+        assert list(reader._runs) == [run_id]
+
+
 def test_names_are_listed_in_order_and_the_last_values_found(filled: Database) -> None:
     with filled.write() as connection:
         connection.execute(delete(MetricRow))

@@ -6,7 +6,7 @@ from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from twinstep.platform.api.access import Caller
 from twinstep.platform.api.gate import COOKIE, failed, session_cookie
@@ -21,7 +21,7 @@ from twinstep.spec.roles import Permission, Role
 
 router = APIRouter(prefix="/v1", tags=["session"])
 MAX_BODY = 16 * 1024
-_Body = TypeVar("_Body", bound=View)
+_Body = TypeVar("_Body", bound=BaseModel)
 
 
 class Login(View):
@@ -52,7 +52,7 @@ class WhoAmI(View):
     token_id: str | None
 
 
-def body_of(model: type[View]) -> dict[str, object]:
+def body_of(model: type[BaseModel]) -> dict[str, object]:
     """Return what OpenAPI is told of a JSON body that a route reads by hand."""
     content = {JSON_TYPE: {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}

@@ -6,15 +6,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from twinstep.platform.api.guard import JSON_TYPE, load_json, no_body, read_body, require_type
+from twinstep.platform.api.guard import no_body
 from twinstep.platform.api.jobs import Asked
-from twinstep.platform.api.problems import from_validation, responses
+from twinstep.platform.api.problems import responses
+from twinstep.platform.api.sessions import body_of, read_model
 from twinstep.platform.store.outbox import Webhook
 from twinstep.platform.store.records import View
 from twinstep.spec.base import Spec
-from twinstep.spec.parse import MAX_SPEC_BYTES
 
 router = APIRouter(prefix="/v1", tags=["webhooks"])
 
@@ -42,26 +42,17 @@ class WebhookList(View):
     items: list[Webhook]
 
 
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {JSON_TYPE: {"schema": {"$ref": "#/components/schemas/NewWebhook"}}},
-    }
-}
-
-
 async def webhook_in(request: Request) -> NewWebhook:
     """Return the webhook in the body, or raise an error naming each field."""
-    require_type(request, JSON_TYPE)
-    body = load_json(await read_body(request, limit=MAX_SPEC_BYTES))
-    try:
-        return NewWebhook.model_validate(body, strict=True)
-    except ValidationError as error:
-        raise from_validation(error) from None
+    return await read_model(request, NewWebhook)
 
 
 @router.post(
-    "/webhooks", status_code=201, openapi_extra=_BODY, responses=responses(409, 413, 415), summary="Make a webhook"
+    "/webhooks",
+    status_code=201,
+    openapi_extra=body_of(NewWebhook),
+    responses=responses(409, 413, 415),
+    summary="Make a webhook",
 )
 def create_webhook(service: Asked, wanted: Annotated[NewWebhook, Depends(webhook_in)]) -> MadeWebhook:
     """Have events posted to an address, signed. The secret is in this answer and in no other."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 KEPT = 4096
-"""Buckets of one metric that stay in memory, at most: half a MiB."""
+"""Buckets of one metric that stay in memory, at most: about a MiB."""
 
 
 @dataclass(slots=True)
@@ -91,6 +91,9 @@ class Rollup:
         self.kept, self.width = kept, 1
         self._buckets: dict[int, Bucket] = {}
         self._sorted = True
+
+    def __len__(self) -> int:
+        return len(self._buckets)
 
     def add(self, buckets: Iterable[Bucket]) -> None:
         """Take in points, as buckets no wider than this rollup's."""

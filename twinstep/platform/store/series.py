@@ -19,6 +19,7 @@ from twinstep.platform.store.tables import MetricRow
 
 MAX_NAMES = 200  # metrics of one run that are told apart
 _KEPT_RUNS = 64
+_KEPT_BUCKETS = 400_000  # of all runs together, some 100 MiB; those looked at longest ago are read anew
 _NEW_POINTS = 20_000  # read at once
 
 
@@ -57,13 +58,15 @@ class _Known:
         self.lock = threading.Lock()
         self.cursor = 0
         self.rollups: dict[str, Rollup] = {}
+        self.buckets = 0
+        """Of all of them, as of the last look."""
 
 
 class SeriesReader:
     """Reads series out of one database; one for all who look."""
 
-    def __init__(self, database: Database, *, kept: int = KEPT) -> None:
-        self._database, self._kept = database, kept
+    def __init__(self, database: Database, *, kept: int = KEPT, kept_in_all: int = _KEPT_BUCKETS) -> None:
+        self._database, self._kept, self._in_all = database, kept, kept_in_all
         self._lock = threading.Lock()
         self._runs: OrderedDict[str, _Known] = OrderedDict()
 
@@ -91,7 +94,9 @@ class SeriesReader:
             self._catch_up(connection, run_id, known)
             found: list[MetricSeries] = []
             for name in dict.fromkeys(names):
-                rollup = known.rollups.get(name) or self._first_look(connection, run_id, name, known)
+                rollup = known.rollups.get(name)
+                if rollup is None:
+                    rollup = self._first_look(connection, run_id, name, known)
                 buckets = rollup.buckets()
                 if not buckets:
                     continue
@@ -105,7 +110,16 @@ class SeriesReader:
                 else:
                     stretch = [bucket for bucket in buckets if bucket.last >= first and bucket.first <= last]
                 found.append(_series(name, wanted, joined(stretch, wanted)))
-            return found
+            known.buckets = sum(map(len, known.rollups.values()))
+        self._make_room()
+        return found
+
+    def _make_room(self) -> None:
+        """Forget runs while there is too much in memory: a run may have any number of metrics."""
+        with self._lock:
+            held = sum(known.buckets for known in self._runs.values())
+            while held > self._in_all:
+                held -= self._runs.popitem(last=False)[1].buckets
 
     def _known(self, run_id: str) -> _Known:
         with self._lock:

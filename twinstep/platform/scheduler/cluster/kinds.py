@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +94,6 @@ KINDS: Mapping[str, Kind] = {
 WORKLOADS = ("JobSet", "RayJob")
 BESIDE = ("ConfigMap", "ServiceAccount", "NetworkPolicy", "Secret")
 """What stands beside a workload; see `scheduler/render/surroundings.py`."""
-
-
-def kind_of(value: Mapping[str, Any]) -> Kind:
-    """Return the row of an object's kind."""
-    return KINDS[value["kind"]]
 
 
 def rules(*kinds: str) -> list[dict[str, list[str]]]:
