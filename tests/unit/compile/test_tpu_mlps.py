@@ -57,7 +57,7 @@ class Branches(nn.Module):
         self.scale = scale
 
     def forward(self, ids: Tensor, x: Tensor) -> Tensor:
-        both = self.first(self.table(ids)) + self.second(x)
+        both = self.first(self.table(ids)) + self.second(x.abs())
         if self.scale:
             both = both * x[:, :1].square().mean()
         return self.head(both.cumsum(0))  # type: ignore[no-any-return]

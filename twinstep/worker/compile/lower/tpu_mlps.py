@@ -101,7 +101,8 @@ def _regions(search: Search, shape: Shape) -> list[set[fx.Node]]:
             continue
         if node not in search.forward or node.target in PRODUCTS or inside.intersection(node.all_input_nodes):
             inside.add(node)
-            inside.update(each for each in node.all_input_nodes if each.target in CASTS and _by_token(each, shape))
+            casts = [each for each in node.all_input_nodes if each.target in CASTS and _by_token(each, shape)]
+            inside.update(each for each in casts if shape.tokens(each.args[0]))
     return [each for each in _components(inside, search, shape) if each & search.forward and each - search.forward]
 
 
@@ -156,6 +157,9 @@ def _mlp(search: Search, region: set[fx.Node], shape: Shape) -> tuple[Layer, Lay
         layer_of(results, (), set(), forward, shape),
         layer_of(gradients, sums, set(), region, shape),
     )
+    whole = [node.meta["val"] for each in layers for node in each.weights]
+    if any(value.shape[:1] == (shape.rows,) for value in whole):  # leaves of the batch, which are no node's tokens
+        raise NotOfThisKind
     if not all(_in_order(search, each, inner) for each in layers):
         raise NotOfThisKind
     for size in filter(None, (_row(results[0], shape), chunk_of(shape.rows))):
