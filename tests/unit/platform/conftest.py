@@ -7,12 +7,13 @@ something else names what it needs: `DATABASES = ("sqlite",)`.
 from __future__ import annotations
 
 import itertools
+import logging
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from twinstep.platform.server import ControlPlane, assemble
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.store import Store
 from twinstep.platform.store.users import Users
+from twinstep.spec.errors import ConflictError
 from twinstep.spec.roles import Role
 
 WORKER = (sys.executable, str(Path(__file__).parent / "stand_in_worker.py"))
@@ -178,7 +180,8 @@ def control_plane(settings: Settings) -> Iterator[Live]:
         with httpx.Client(base_url=plane.settings.url, timeout=20, trust_env=False) as http:
             yield Live(plane, http)
             for run in plane.store.live_runs():
-                plane.service.cancel_job(run.job_id)
+                with suppress(ConflictError):  # it has ended since it was listed
+                    plane.service.cancel_job(run.job_id)
             eventually(lambda: not plane.store.live_runs())
         plane.service.closing.set()
         server.should_exit = True
@@ -232,3 +235,12 @@ def ask(live: Live) -> Callable[..., httpx.Response]:
         return live.http.request(method, path, headers=headers, **options)
 
     return asking
+
+
+@pytest.fixture(autouse=True)
+def quiet_again() -> Iterator[None]:
+    """Leave logging as it was: a command that runs within a test points it at the test's own output."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers, root.level = handlers, level

@@ -239,4 +239,12 @@ def test_every_kind_of_error_has_a_status() -> None:
     for kind in [each for each in tree(errors.TwinstepError) if not each.__module__.startswith(apart)]:
         error = kind("wrong", remedy="mend it")
         assert 400 <= status_of(error) < 600
-        assert kind in STATUS or kind is errors.CaptureError
+        assert any(each in STATUS for each in kind.__mro__[: kind.__mro__.index(errors.TwinstepError) or 1])
+
+
+def test_a_query_that_gives_one_value_twice_is_refused_and_one_that_takes_several_is_not(shared) -> None:
+    for path in ("/v1/jobs?name=a&name=b", "/v1/jobs?limit=1&limit=2", "/v1/topologies?up_to=4&up_to=8"):
+        answer = shared.http.get(path)
+        assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request"), path
+        assert "give it once" in answer.json()["remedy"]
+    assert shared.http.get("/v1/jobs?state=failed&state=running").status_code == 200

@@ -12,7 +12,7 @@ from twinstep import __version__
 from twinstep.platform.api import attempts, jobs, observe, sessions, stream, users, webhooks, workers
 from twinstep.platform.api.access import ROUTES, RouteAccess, authorize, check_table
 from twinstep.platform.api.gate import COOKIE, Audited, LoginGate
-from twinstep.platform.api.guard import OriginGuard
+from twinstep.platform.api.guard import OriginGuard, asked_once
 from twinstep.platform.api.jobs import Asked
 from twinstep.platform.api.limits import Failures
 from twinstep.platform.api.observe import Observed, RequestTimer
@@ -64,7 +64,7 @@ def create_app(service: Service) -> FastAPI:
         summary="Submit training jobs, follow them, read what they reported.",
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
-        dependencies=[Depends(authorize)],
+        dependencies=[Depends(authorize), Depends(asked_once)],
     )
     app.state.service = service
     app.state.observed = Observed(service)

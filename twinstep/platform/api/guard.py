@@ -12,10 +12,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import Request
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twinstep.platform.api.problems import SAFE_HEADERS, MediaTypeError, OriginError, TooLargeError, problem_response
+from twinstep.platform.api.problems import (
+    SAFE_HEADERS,
+    MediaTypeError,
+    OriginError,
+    RequestError,
+    TooLargeError,
+    problem_response,
+)
 from twinstep.platform.settings import is_loopback
 from twinstep.spec.errors import SpecError
 from twinstep.spec.parse import MAX_SPEC_BYTES
@@ -119,6 +128,25 @@ async def read_body(request: Request, *, limit: int) -> bytes:
             f"the body has more than the {limit:,} bytes it may have", remedy="send less; a spec is a page or two"
         )
     return bytes(body)
+
+
+def asked_once(request: Request) -> None:
+    """Raise RequestError where a query parameter that takes one value stands twice: which is meant is not guessed."""
+    route = request.scope["route"]
+    several = _lists_of(route.dependant) if isinstance(route, APIRoute) else frozenset()
+    names = [name for name, _ in request.query_params.multi_items()]
+    doubled = sorted({name for name in names if names.count(name) > 1} - several)
+    if doubled:
+        raise RequestError(
+            f"the query gives {doubled[0][:100]!r} {names.count(doubled[0])} times; it takes one value",
+            remedy="give it once",
+        )
+
+
+def _lists_of(dependant: Dependant) -> frozenset[str]:
+    """Return the query parameters of a route that take several values."""
+    own = {each.alias for each in dependant.query_params if "list[" in str(each.field_info.annotation)}
+    return frozenset(own.union(*map(_lists_of, dependant.dependencies)))
 
 
 async def no_body(request: Request) -> None:
