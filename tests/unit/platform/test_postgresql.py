@@ -20,8 +20,10 @@ from twinstep.platform.store import troubles
 from twinstep.platform.store.database import Database, parse_url, shown
 from twinstep.platform.store.store import Store
 from twinstep.platform.store.troubles import REMEDIES, TRIES, TransientError, again, remedy
+from twinstep.platform.store.users import Users
 from twinstep.spec.errors import UnavailableError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.roles import DEFAULT_PROJECT, Role
 from twinstep.spec.states import RunState
 
 DATABASES = ("postgresql",)
@@ -269,3 +271,16 @@ def test_the_command_that_migrates_makes_the_tables_and_says_where_without_the_p
     assert "up to date" in capsys.readouterr().out
     with psycopg.connect(url) as connection:
         assert connection.execute("SELECT count(*) FROM jobs").fetchone() == (0,)
+
+
+def test_of_two_who_make_a_user_a_member_at_once_both_succeed_and_one_role_stands(two: tuple[Store, Store]) -> None:
+    users = [Users(store.database) for store in two]
+    for number in range(10):
+        roles = at_once(
+            4,
+            lambda each, user=f"user-{number}": (
+                users[each % 2].set_member(DEFAULT_PROJECT, user, (Role.VIEWER, Role.SUBMITTER)[each % 2]).role
+            ),
+        )
+        (member,) = [each for each in users[0].members(DEFAULT_PROJECT) if each.user == f"user-{number}"]
+        assert member.role in roles

@@ -8,11 +8,16 @@ import threading
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import text
 
+from twinstep.platform.store import store as store_module
+from twinstep.platform.store.database import Database
 from twinstep.platform.store.ids import new_id
 from twinstep.platform.store.search import JobFilter
 from twinstep.platform.store.store import Store
@@ -162,3 +167,19 @@ def test_a_database_that_cannot_be_used_is_refused_with_its_path_and_a_remedy(tm
     assert sorted(tmp_path.rglob("*")) == before
     assert str(path.parent) in caught.value.problem
     assert caught.value.remedy
+
+
+def test_a_step_down_of_the_tables_keeps_what_hangs_on_runs(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/twinstep.db")
+    store = Store(f"sqlite:///{tmp_path}/twinstep.db")
+    store.create_job(SPEC)
+    with database.write() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(Path(store_module.__file__).parent / "migrations"))
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0003")
+    with database.read() as connection:
+        assert connection.execute(text("SELECT count(*) FROM events")).scalar_one() == 1
+        assert connection.execute(text("SELECT count(*) FROM runs")).scalar_one() == 1
+    store.close()
+    database.close()

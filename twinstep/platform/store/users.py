@@ -320,7 +320,7 @@ class Users:
     def set_member(self, project: str, user: str, role: Role) -> Member:
         """Make a user a member of a project, or give a member another role; NotFoundError where there is no such."""
         with self._database.write() as connection:
-            _require(connection, project)
+            _require(connection, project, alone=True)
             connection.execute(delete(MemberRow).where(MemberRow.project == project, MemberRow.user == user))
             connection.execute(insert(MemberRow).values(project=project, user=user, role=role))
             write_entry(connection, target=user, project=project, role=role)
@@ -330,7 +330,7 @@ class Users:
         """Take a member away, or raise NotFoundError."""
         query = delete(MemberRow).where(MemberRow.project == project, MemberRow.user == user)
         with self._database.write() as connection:
-            _require(connection, project)
+            _require(connection, project, alone=True)
             if not connection.execute(query).rowcount:
                 raise NotFoundError(
                     f"{user[:64]!r} is no member of {project}", remedy=f"list them: twinstep member list {project}"
@@ -348,8 +348,10 @@ def no_project(name: str) -> NotFoundError:
     return NotFoundError(f"there is no project {name[:63]!r}", remedy="list yours: twinstep project list")
 
 
-def _require(connection: Connection, project: str) -> None:
-    if connection.execute(select(ProjectRow.name).where(ProjectRow.name == project)).first() is None:
+def _require(connection: Connection, project: str, *, alone: bool = False) -> None:
+    """Raise NotFoundError where there is no such project; `alone`: no other transaction changes it meanwhile."""
+    query = select(ProjectRow.name).where(ProjectRow.name == project)
+    if connection.execute(query.with_for_update() if alone else query).first() is None:
         raise no_project(project)
 
 

@@ -33,6 +33,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    with op.batch_alter_table("runs") as batch:
-        for column in _columns():
-            batch.drop_column(column.name)
+    # Not in a batch: on SQLite that makes `runs` anew, and what hangs on it (events, metrics, logs) would go.
+    for column in _columns():
+        op.drop_column("runs", column.name)

@@ -16,5 +16,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    with op.batch_alter_table("runs") as batch:
-        batch.drop_column("home")
+    op.drop_column("runs", "home")
