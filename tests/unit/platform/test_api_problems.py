@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from twinstep.platform.api.guard import SEVERAL
 from twinstep.platform.api.problems import STATUS, status_of
 from twinstep.spec import errors
 
@@ -248,3 +249,14 @@ def test_a_query_that_gives_one_value_twice_is_refused_and_one_that_takes_severa
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request"), path
         assert "give it once" in answer.json()["remedy"]
     assert shared.http.get("/v1/jobs?state=failed&state=running").status_code == 200
+
+
+def test_the_query_parameters_that_take_several_values_are_those_of_the_document(shared) -> None:
+    lists, single = set(), set()
+    for path in shared.plane.app.openapi()["paths"].values():
+        for each in (each for operation in path.values() for each in operation.get("parameters", ())):
+            if each["in"] == "query":
+                several = any(form.get("type") == "array" for form in each["schema"].get("anyOf", [each["schema"]]))
+                (lists if several else single).add(each["name"])
+    assert lists == SEVERAL
+    assert not lists & single
