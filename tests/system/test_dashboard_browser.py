@@ -123,9 +123,9 @@ def test_a_page_on_which_nothing_changes_is_sent_nothing(plane: Any, page: Page)
     page.goto(f"{plane.url}/jobs/{job['id']}")
     expect(page.locator(".tw-log")).to_contain_text("step 60 loss")
     assert any('"update"' in frame for frame in frames), "the log came over the socket"
-    # That nothing comes can only be waited for: after what is on its way (charts come last), two rounds of looks at a
-    # job that has ended (five times 0.2 s each).
-    page.wait_for_timeout(6000)
+    # That nothing comes can only be waited for: after a second for what is on its way, two rounds of looks at a job
+    # that has ended (five times 0.2 s each).
+    page.wait_for_timeout(1000)
     frames.clear()
     page.wait_for_timeout(2200)
     assert [frame for frame in frames if not frame.isdigit()] == []  # a digit: the socket's own ping

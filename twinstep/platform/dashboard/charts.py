@@ -161,7 +161,8 @@ def fill(options: dict[str, Any], lines: Sequence[Line], curves: Sequence[Curve]
     """Put the lines' points into a chart's options; say whether anything differs from what was there."""
     empty = not any(curve.points for curve in curves)
     changed = bool(options["title"]["show"] != empty)
-    options["title"]["show"] = empty
+    if changed:  # not else: NiceGUI watches an element's options, and sends them whenever one is written
+        options["title"]["show"] = empty
     for index, (line, curve) in enumerate(zip(lines, curves, strict=True)):
         main, low, span = options["series"][SERIES_PER_LINE * index : SERIES_PER_LINE * (index + 1)]
         marks = [{"xAxis": x} for x in curve.undefined[:MAX_MARKS]]

@@ -22,7 +22,6 @@ class Plot:
         self.lines, self.on_zoom = tuple(lines), on_zoom
         self.window: tuple[float, float] | None = None
         """The stretch of x that is looked at; None: all."""
-        self._shown = ""
         self.whole: tuple[float, float] | None = None
         """The first and the last x there is."""
         self.element = ui.echart(charts.chart(lines, legend=legend)).classes("tw-chart").mark(mark)
@@ -36,10 +35,6 @@ class Plot:
 
     def set(self, curves: Sequence[Curve]) -> None:
         """Show these curves, one per line; nothing is sent while they are what is shown already."""
-        shown = repr((self.window, curves))  # as text: a value that is undefined equals nothing, not even itself
-        if shown == self._shown:
-            return
-        self._shown = shown
         options = self.element.options
         changed = charts.fill(options, self.lines, curves)
         if self.window is None:
