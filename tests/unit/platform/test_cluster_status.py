@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinstep.platform.scheduler.cluster.evidence import Evidence, holds, seconds
+from twinstep.platform.scheduler.cluster.evidence import Evidence, holds, number, seconds
 from twinstep.platform.scheduler.cluster.status import FINISHING_S, UNSCHEDULABLE_S, Finding, find
 from twinstep.spec.states import RunState
 
@@ -217,3 +217,10 @@ def test_any_jobset_says_something_in_words(
 @given(deployment=st.text(max_size=12), job=st.text(max_size=12), failed=st.integers(0, 9))
 def test_any_rayjob_says_something_in_words(deployment: str, job: str, failed: int) -> None:
     assert look(rayjob(deployment, job, failed=failed)).reason
+
+
+@given(st.text(max_size=12) | st.integers(0, 10**12).map(str))
+def test_a_label_is_read_as_a_number_or_as_none_and_never_raises(text: str) -> None:
+    found = number(text)
+    assert found is None or (0 <= found < 10**9 and int(text) == found)
+    assert number(None) is number("\N{SUPERSCRIPT TWO}") is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from twinstep.platform.scheduler.cluster.evidence import Evidence, Object, holds, seconds
+from twinstep.platform.scheduler.cluster.evidence import Evidence, Object, holds, number, seconds
 from twinstep.platform.scheduler.cluster.status import Finding
 from twinstep.platform.store.records import Diagnosis, PodTrouble
 from twinstep.spec.states import RunState
@@ -85,19 +85,15 @@ def _trouble(
     labels = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
     return PodTrouble(
         pod=metadata["name"],
-        slice=_number(labels.get("jobset.sigs.k8s.io/job-index")),
-        host=_number(labels.get("batch.kubernetes.io/job-completion-index")),
-        restart=_number(labels.get("jobset.sigs.k8s.io/restart-attempt")) or 0,
+        slice=number(labels.get("jobset.sigs.k8s.io/job-index")),
+        host=number(labels.get("batch.kubernetes.io/job-completion-index")),
+        restart=number(labels.get("jobset.sigs.k8s.io/restart-attempt")) or 0,
         container=container,
         exit_code=code,
         reason=reason,
         message=" ".join(message.replace("\0", "").split())[:MAX_TEXT],
         time=at,
     )
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
 
 
 def place_of(trouble: PodTrouble) -> str:

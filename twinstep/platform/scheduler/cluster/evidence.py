@@ -71,3 +71,8 @@ def seconds(text: str | None) -> float | None:
     except ValueError:
         return None
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+def number(text: str | None) -> int | None:
+    """Return the number that a label or an annotation holds; None for none, or for what is no index of a host."""
+    return int(text) if text is not None and text.isdecimal() and len(text) < 10 else None

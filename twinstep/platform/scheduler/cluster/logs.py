@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
-from twinstep.platform.scheduler.cluster.evidence import Object
+from twinstep.platform.scheduler.cluster.evidence import Object, number
 from twinstep.platform.scheduler.cluster.kube_api import KubeApi, Stream
 from twinstep.platform.scheduler.cluster.log_lines import TIME_MAX, LogReader, since, whole
 from twinstep.platform.scheduler.cluster.mirror import Mirror
@@ -360,14 +360,10 @@ class LogCollector:
             container=feed.container,
             pod=metadata["name"],
             role=role,
-            slice=_number(labels.get("jobset.sigs.k8s.io/job-index")) or 0,
-            host=_number(index) if role == "worker" else None,
-            restart=(_number(restart) or 0) if restart is not None else self._mirror.restarts(feed.run_id),
+            slice=number(labels.get("jobset.sigs.k8s.io/job-index")) or 0,
+            host=number(index) if role == "worker" else None,
+            restart=(number(restart) or 0) if restart is not None else self._mirror.restarts(feed.run_id),
         )
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() and len(text) < 10 else None
 
 
 def _status(pod: Object, container: str) -> Object:
