@@ -7,10 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Request, Response
 
 from twinstep.platform.api.access import Caller
+from twinstep.platform.api.bodies import body_of, read_model
 from twinstep.platform.api.guard import no_body
 from twinstep.platform.api.jobs import Asked
 from twinstep.platform.api.problems import responses
-from twinstep.platform.api.sessions import body_of, read_model
 from twinstep.platform.scheduler.attempts import Resize
 from twinstep.platform.store.records import JobDetail
 

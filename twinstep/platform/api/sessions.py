@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from twinstep.platform.api.access import Caller
+from twinstep.platform.api.bodies import body_of, read_model
 from twinstep.platform.api.gate import COOKIE, failed, session_cookie
-from twinstep.platform.api.guard import JSON_TYPE, load_json, no_body, read_body, require_type
+from twinstep.platform.api.guard import no_body
 from twinstep.platform.api.jobs import Asked
-from twinstep.platform.api.problems import from_validation, responses
+from twinstep.platform.api.problems import responses
 from twinstep.platform.scheduler.accounts import By, Principal
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.entry import current_entry
@@ -20,8 +21,6 @@ from twinstep.platform.store.records import View
 from twinstep.spec.roles import Permission, Role
 
 router = APIRouter(prefix="/v1", tags=["session"])
-MAX_BODY = 16 * 1024
-_Body = TypeVar("_Body", bound=BaseModel)
 
 
 class Login(View):
@@ -50,22 +49,6 @@ class WhoAmI(View):
     projects: dict[str, Role]
     """What they may be in each project they are a member of."""
     token_id: str | None
-
-
-def body_of(model: type[BaseModel]) -> dict[str, object]:
-    """Return what OpenAPI is told of a JSON body that a route reads by hand."""
-    content = {JSON_TYPE: {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-async def read_model(request: Request, model: type[_Body]) -> _Body:
-    """Return what the body holds, or raise the error that names each field."""
-    require_type(request, JSON_TYPE)
-    data = load_json(await read_body(request, limit=MAX_BODY))
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise from_validation(error) from None
 
 
 async def login_in(request: Request) -> Login:

@@ -9,10 +9,10 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import ConfigDict, Field, StrictBool, StrictInt
 
 from twinstep.platform.api.access import Caller
+from twinstep.platform.api.bodies import body_of, read_model
 from twinstep.platform.api.guard import no_body
 from twinstep.platform.api.jobs import CURSOR_MAX, Asked
 from twinstep.platform.api.problems import responses
-from twinstep.platform.api.sessions import body_of, read_model
 from twinstep.platform.scheduler.accounts import check_name
 from twinstep.platform.store.audit import AuditPage, Outcome
 from twinstep.platform.store.records import View

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import Field
 
+from twinstep.platform.api.bodies import body_of, read_model
 from twinstep.platform.api.guard import no_body
 from twinstep.platform.api.jobs import Asked
 from twinstep.platform.api.problems import responses
-from twinstep.platform.api.sessions import body_of, read_model
 from twinstep.platform.store.outbox import Webhook
 from twinstep.platform.store.records import View
 from twinstep.spec.base import Spec
