@@ -23,24 +23,12 @@ def check_runnable(spec: JobSpec, settings: Settings) -> None:
         SpecError: there is no cluster for it, or the cluster would refuse what it renders to.
     """
     kind, cluster = spec.accelerator.kind, settings.cluster
-    if kind == "cpu" and cluster is not None and cluster.in_cluster:
+    if kind == "cpu" and (why := _no_machine(settings)):
         raise _refused(
-            "no machine of its own to run on",
+            why[0],
             Fault(
                 field="accelerator.kind",
-                problem="cannot run on this control plane, which is a pod without processors to spare",
-                given="'cpu'",
-                allowed="tpu, gpu",
-                remedy="kind: tpu, or gpu",
-            ),
-            "run it on your own machine: twinstep up, or twinstep train",
-        )
-    if kind == "cpu" and settings.max_parallel_runs == 0:
-        raise _refused(
-            "nothing runs on this control plane's own machine",
-            Fault(
-                field="accelerator.kind",
-                problem="cannot run on this control plane, which was started with --max-parallel 0",
+                problem=f"cannot run on this control plane, which {why[1]}",
                 given="'cpu'",
                 allowed="tpu, gpu" if cluster is not None else "none: it has no cluster either",
                 remedy="kind: tpu, or gpu",
@@ -74,6 +62,15 @@ def check_runnable(spec: JobSpec, settings: Settings) -> None:
             f"set kubernetes.namespace: {cluster.namespaces[0]}",
         )
     planned(spec, settings)
+
+
+def _no_machine(settings: Settings) -> tuple[str, str] | None:
+    """Return why nothing runs on the control plane's own machine, as a summary and of itself; None where jobs may."""
+    if settings.cluster is not None and settings.cluster.in_cluster:
+        return "no machine of its own to run on", "is a pod without processors to spare"
+    if settings.max_parallel_runs == 0:
+        return "nothing runs on this control plane's own machine", "was started with --max-parallel 0"
+    return None
 
 
 def planned(spec: JobSpec, settings: Settings) -> RenderedRun:
