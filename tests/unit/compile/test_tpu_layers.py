@@ -7,25 +7,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torchax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from twinstep.worker.compile.capture import Captured, capture
 from twinstep.worker.compile.lower import pallas_layers, tpu_layers, xla
-from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
 from twinstep.worker.compile.partition import copy_graph
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import resolve
@@ -112,18 +104,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pallas_layers, "on_one_device", run)
 
 
-def same_numbers(graph: fx.GraphModule, captured: Captured, *, rtol: float = 2e-4, atol: float = 2e-5) -> None:
-    torchax.default_env()  # fills the table of ops
-    arrays = [jnp.asarray(each.numpy()) for each in captured.example]
-    got = JaxInterpreter(graph).run(*arrays)
-    for name, (mine, want) in enumerate(zip(got, captured.graph(*captured.example), strict=True)):
-        np.testing.assert_allclose(np.asarray(mine), want.numpy(), rtol=rtol, atol=atol, err_msg=str(name))
-
-
 @pytest.mark.parametrize(
     "rule", [AttentionRule(3), AttentionRule(3, contextual_len=2, window=4), AttentionRule(3, target_aware=False)]
 )
-def test_a_layer_in_one_kernel_gives_the_numbers_of_its_ops(rule: AttentionRule) -> None:
+def test_a_layer_in_one_kernel_gives_the_numbers_of_its_ops(rule: AttentionRule, same_numbers: Any) -> None:
     torch.manual_seed(0)
     layers = 2 if rule == AttentionRule(3) else 1
     captured = captured_step(Stack(layers=layers, rule=rule))
@@ -134,7 +118,7 @@ def test_a_layer_in_one_kernel_gives_the_numbers_of_its_ops(rule: AttentionRule)
     same_numbers(graph, captured)
 
 
-def test_rows_are_walked_through_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_walked_through_in_chunks(monkeypatch: pytest.MonkeyPatch, same_numbers: Any) -> None:
     monkeypatch.setattr(pallas_layers, "LARGEST_CHUNK", 8)
     torch.manual_seed(0)
     captured = captured_step(Stack(layers=1, gate="tanh", rule=AttentionRule(3)))
@@ -143,7 +127,7 @@ def test_rows_are_walked_through_in_chunks(monkeypatch: pytest.MonkeyPatch) -> N
     same_numbers(graph, captured)
 
 
-def test_products_in_bfloat16_stay_so_in_a_kernel() -> None:
+def test_products_in_bfloat16_stay_so_in_a_kernel(same_numbers: Any) -> None:
     torch.manual_seed(0)
     captured = captured_step(Stack(layers=1, rule=AttentionRule(3)), "fused_attention", "mixed_precision")
     graph, found = fused(captured)
@@ -176,14 +160,6 @@ def test_chunks_fill_a_row_and_fit_into_tiles(slots: int) -> None:
 
 
 _COMPILE = """
-import sys
-from twinstep.worker.compile.aot import ENVIRONMENT
-import os
-os.environ.update(ENVIRONMENT)
-import torch
-from torch import nn
-import twinstep
-sys.path.insert(0, {folder!r})
 import test_tpu_layers as own
 own.B, own.S, own.D, own.HEADS = 8, 40, 256, 2
 own.LENGTHS, own.TARGETS = [37] * 8, [3] * 8
@@ -195,29 +171,18 @@ def step(model, optimizer, ids):
     optimizer.step()
     return loss
 
-for topology in {topologies!r}:
+for topology in topologies:
     for strategies in (None, ["fused_attention", "mixed_precision"]):
         model = own.Stack(layers=1, rule=own.AttentionRule(3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = twinstep.compile_ahead(step, model, optimizer, torch.zeros(8, 40, dtype=torch.int64),
                                        topology=topology, strategies=strategies, batch_size=8, effort="quick")
-        kinds = {{each.kind for each in found.report.traffic}}
-        assert {{"kernel fused_layer", "kernel fused_layer_backward"}} <= kinds, (topology, strategies, kinds)
-print("compiled")
+        kinds = {each.kind for each in found.report.traffic}
+        assert {"kernel fused_layer", "kernel fused_layer_backward"} <= kinds, (topology, strategies, kinds)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_the_tpu_compiler_takes_the_kernels_for_each_generation() -> None:
-    folder = str(Path(__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE.format(folder=folder, topologies=["v5p:2x2x1", "v6e:2x2", "v7x:2x2x1"])],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-        check=False,
-    )
-    assert done.stdout.strip().endswith("compiled"), done.stderr[-2000:]
+def test_the_tpu_compiler_takes_the_kernels_for_each_generation(compiles_for_each_generation: Any) -> None:
+    compiles_for_each_generation(_COMPILE)

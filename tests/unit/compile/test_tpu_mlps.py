@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
-import torchax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from twinstep.worker.compile.capture import Captured, capture
 from twinstep.worker.compile.lower import pallas_layers, tpu_mlps, xla
-from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
 from twinstep.worker.compile.partition import copy_graph
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import resolve
@@ -94,20 +86,14 @@ def small_and_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu_mlps, "MIN_TOKENS", SOME)
 
 
-def same_numbers(graph: fx.GraphModule, captured: Captured, *, rtol: float = 2e-4, atol: float = 2e-5) -> None:
-    torchax.default_env()  # fills the table of ops
-    arrays = [jnp.asarray(each.numpy()) for each in captured.example]
-    got = JaxInterpreter(graph).run(*arrays)
-    for name, (mine, want) in enumerate(zip(got, captured.graph(*captured.example), strict=True)):
-        np.testing.assert_allclose(np.asarray(mine), want.numpy(), rtol=rtol, atol=atol, err_msg=str(name))
-
-
 def kernels(graph: fx.GraphModule) -> list[pallas_layers.Layer]:
     return [node.target for node in graph.graph.nodes if isinstance(node.target, pallas_layers.Layer)]
 
 
 @pytest.mark.parametrize("largest", [512, 32])
-def test_an_mlp_in_one_kernel_gives_the_numbers_of_its_ops(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlp_in_one_kernel_gives_the_numbers_of_its_ops(
+    largest: int, monkeypatch: pytest.MonkeyPatch, same_numbers: Any
+) -> None:
     monkeypatch.setattr(tpu_mlps, "LARGEST", largest)
     torch.manual_seed(0)
     captured = captured_step(Branches())
@@ -121,7 +107,7 @@ def test_an_mlp_in_one_kernel_gives_the_numbers_of_its_ops(largest: int, monkeyp
     same_numbers(graph, captured)
 
 
-def test_products_in_bfloat16_stay_so_in_a_kernel() -> None:
+def test_products_in_bfloat16_stay_so_in_a_kernel(same_numbers: Any) -> None:
     torch.manual_seed(0)
     captured = captured_step(Branches(), "fused_attention", "mixed_precision")
     graph, found = fused(captured)
@@ -129,14 +115,14 @@ def test_products_in_bfloat16_stay_so_in_a_kernel() -> None:
     same_numbers(graph, captured, rtol=0.05, atol=0.02)
 
 
-def test_what_a_kernel_cannot_compute_stays_as_it_is() -> None:
+def test_what_a_kernel_cannot_compute_stays_as_it_is(same_numbers: Any) -> None:
     captured = captured_step(Branches("cos"))
     graph, _ = fused(captured)
     assert graph.graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
     same_numbers(graph, captured)
 
 
-def test_numbers_of_all_tokens_are_waited_for() -> None:
+def test_numbers_of_all_tokens_are_waited_for(same_numbers: Any) -> None:
     torch.manual_seed(0)
     captured = captured_step(Branches(scale=True))
     graph, _ = fused(captured)
@@ -167,13 +153,6 @@ def test_chunks_fill_all_tokens_and_tiles(tokens: int) -> None:
 
 
 _COMPILE = """
-import sys
-from twinstep.worker.compile.aot import ENVIRONMENT
-import os
-os.environ.update(ENVIRONMENT)
-import torch
-import twinstep
-sys.path.insert(0, {folder!r})
 import test_tpu_mlps as own
 own.D, own.E = 256, 64
 
@@ -184,30 +163,19 @@ def step(model, optimizer, batch):
     optimizer.step()
     return loss
 
-for topology in {topologies!r}:
+for topology in topologies:
     for strategies in (None, ["fused_attention", "mixed_precision"]):
         model = own.Branches()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batch = torch.zeros(own.M, dtype=torch.int64), torch.zeros(own.M, 3)
         found = twinstep.compile_ahead(step, model, optimizer, batch, topology=topology, strategies=strategies,
                                        batch_size=own.M, effort="quick")
-        kinds = {{each.kind for each in found.report.traffic}}
-        assert {{"kernel fused_mlp", "kernel fused_mlp_backward"}} <= kinds, (topology, strategies, kinds)
-print("compiled")
+        kinds = {each.kind for each in found.report.traffic}
+        assert {"kernel fused_mlp", "kernel fused_mlp_backward"} <= kinds, (topology, strategies, kinds)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_the_tpu_compiler_takes_the_kernels_for_each_generation() -> None:
-    folder = str(Path(__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE.format(folder=folder, topologies=["v5p:2x2x1", "v6e:2x2", "v7x:2x2x1"])],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-        check=False,
-    )
-    assert done.stdout.strip().endswith("compiled"), done.stderr[-2000:]
+def test_the_tpu_compiler_takes_the_kernels_for_each_generation(compiles_for_each_generation: Any) -> None:
+    compiles_for_each_generation(_COMPILE)
