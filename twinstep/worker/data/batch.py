@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -135,3 +135,5 @@ class BatchStats:
     """Candidates with weight > 0."""
     padded_candidates: int
     """Candidate slots without a candidate."""
+    pack_s: float = field(default=0.0, compare=False)
+    """Seconds it took to pack the batch."""

@@ -6,44 +6,65 @@ function of (seed, s) alone, so a resumed run sees the batches it would have see
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from twinstep.spec.job import DataSpec
-from twinstep.worker.data.batch import Batch, BatchStats
+from twinstep.worker.data.batch import BATCH_DIMS, Batch, BatchStats
 from twinstep.worker.data.budget import fit_budget
 from twinstep.worker.data.datasets import Dataset
 from twinstep.worker.data.events import Ints
+from twinstep.worker.data.order import HostShare, SampleOrder
 from twinstep.worker.data.samples import Samples
 
 # Shapes: B rows, U history slots, K candidate slots, T packed tokens, F item features, Q tasks.
 
 
 class Loader:
-    """Batches of one dataset, all of one shape."""
+    """Batches of one dataset, all of one shape.
 
-    def __init__(self, dataset: Dataset, spec: DataSpec, *, seed: int) -> None:
+    Args:
+        seed: of the order of training samples.
+        share: which part of every batch is this host's.
+    """
+
+    def __init__(self, dataset: Dataset, spec: DataSpec, *, seed: int, share: HostShare | None = None) -> None:
         self._dataset = dataset
         self._spec = spec
-        self._seed = seed
-        self._epochs: dict[int, Ints] = {}
+        self._share = share or HostShare()
+        self._order = SampleOrder(dataset.train, seed=seed)
+        self._origin = 0
 
     @property
     def eval_size(self) -> int:
         """Batches of one pass over the held-out samples."""
         return -(-len(self._dataset.eval) // self._spec.batch_size)
 
+    def position(self, batches: int) -> dict[str, Any]:
+        """Return where training stands after the first `batches` batches, as plain JSON of a few numbers.
+
+        It counts samples, not batches, and is the same on every host: a run may go on from it with another batch size
+        or another number of hosts, and misses no sample and sees none twice.
+        """
+        return self._order.position(self._origin + batches * self._spec.batch_size)
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Make batch number 0 the one that begins at a position.
+
+        Raises:
+            DataError: it is no position, or one in other training data; nothing has changed then.
+        """
+        self._origin = self._order.taken(position)
+
     def train_batch(self, step: int) -> tuple[Batch, BatchStats]:
         """Return training batch number `step`, counted from 0; always full, running on from epoch to epoch."""
-        size, count = self._spec.batch_size, len(self._dataset.train)
-        positions = np.arange(step * size, (step + 1) * size)
-        rows = [
-            self._order(int(epoch))[positions[positions // count == epoch] % count]
-            for epoch in np.unique(positions // count)
-        ]
-        return self._pack(self._dataset.train, np.concatenate(rows))
+        size = self._spec.batch_size
+        return self._pack(self._dataset.train, self._order.at(self._origin + step * size, size))
 
     def train_batches(self, start: int = 0) -> Iterator[tuple[Batch, BatchStats]]:
         """Yield training batches from number `start` on, without end."""
@@ -57,20 +78,42 @@ class Loader:
         for first in range(0, len(self._dataset.eval), size):
             yield self._pack(self._dataset.eval, np.arange(first, min(first + size, len(self._dataset.eval))))
 
-    def _order(self, epoch: int) -> Ints:
-        if epoch not in self._epochs:
-            while len(self._epochs) > 1:  # a batch may span two epochs, rarely more
-                del self._epochs[min(self._epochs)]
-            rng = np.random.default_rng([self._seed, epoch])
-            self._epochs[epoch] = rng.permutation(len(self._dataset.train))
-        return self._epochs[epoch]
-
     def _pack(self, samples: Samples, chosen: Ints) -> tuple[Batch, BatchStats]:
-        """Build the batch of the samples `chosen` (at most B of them)."""
-        data, spec = self._dataset, self._spec
-        B, U, K, T = spec.batch_size, spec.uih_len, spec.num_candidates, spec.uih_tokens
+        """Pack this host's share of the global batch of the samples `chosen` (at most B of them)."""
+        begun = time.perf_counter()
+        packed = self._own_rows(samples, chosen) if self._share.layout == "rows" else self._slice(samples, chosen)
+        batch, stats = packed
+        return batch, dataclasses.replace(stats, pack_s=time.perf_counter() - begun)
+
+    def _slice(self, samples: Samples, chosen: Ints) -> tuple[Batch, BatchStats]:
+        """Pack the global batch and take this host's slice of it."""
+        share, block = self._share, self._share.block(self._spec.batch_size)
         asked = samples.history_end[chosen] - samples.history_start[chosen]
-        kept = fit_budget(asked, T)
+        kept = fit_budget(asked, self._spec.uih_tokens)
+        whole, stats = self._block(samples, chosen, asked, kept, rows=block * share.hosts)
+        return (whole, stats) if share.hosts == 1 else slice_of(whole, asked=asked, kept=kept, share=share)
+
+    def _own_rows(self, samples: Samples, chosen: Ints) -> tuple[Batch, BatchStats]:
+        """Pack this host's rows as a batch of their own, with the N of all hosts' rows."""
+        share, spec = self._share, self._spec
+        block = share.block(spec.batch_size)
+        asked = samples.history_end[chosen] - samples.history_start[chosen]
+        tokens = block * (spec.uih_budget or spec.uih_len)
+        kept = [fit_budget(asked[first : first + block], tokens) for first in range(0, block * share.hosts, block)]
+        own = slice(share.host * block, (share.host + 1) * block)
+        batch, stats = self._block(samples, chosen[own], asked[own], kept[share.host], rows=block)
+        counts = samples.cand_end[chosen] - samples.cand_start[chosen]
+        return batch._replace(n=self._n(np.concatenate(kept), counts)), stats
+
+    def _n(self, lengths: Ints, counts: Ints) -> torch.Tensor:
+        """Return N of rows with these histories and candidates, [] float32; empty rows may be among them."""
+        most = int(lengths.max(initial=0)) + int(counts.max(initial=0))
+        return torch.tensor(float(max(1, len(self._dataset.schema.contextual) + most)), dtype=torch.float32)
+
+    def _block(self, samples: Samples, chosen: Ints, asked: Ints, kept: Ints, *, rows: int) -> tuple[Batch, BatchStats]:
+        """Build a batch of the samples `chosen`, which keep `kept` of their `asked` events, and of dummies."""
+        data, spec = self._dataset, self._spec
+        B, U, K, T = rows, spec.uih_len, spec.num_candidates, rows * (spec.uih_budget or spec.uih_len)
         lengths, counts = _fill(kept, B), _fill(samples.cand_end[chosen] - samples.cand_start[chosen], B)
         starts, first_cand = _fill(samples.history_end[chosen] - kept, B), _fill(samples.cand_start[chosen], B)
 
@@ -96,7 +139,6 @@ class Loader:
         asked_at = cand_time.reshape(B, K)[:, 0]  # the first: a later one's time is not known yet
         labels = _scatter(data.labels[:, cand].T, cand_slot, B * K).T
         weights = _scatter(np.ones(len(cand), dtype=np.float32), cand_slot, B * K)
-        n = max(1, len(data.schema.contextual) + int(lengths.max()) + int(counts.max()))
         batch = Batch(
             uih_ids=_tensor(item_TF.T),
             uih_times=_tensor(times),
@@ -111,7 +153,7 @@ class Loader:
             query_times=_tensor(np.where(counts > 0, asked_at, newest)),
             labels=_tensor(labels.reshape(-1, B, K)),
             weights=_tensor(np.broadcast_to(weights.reshape(1, B, K), (len(labels), B, K))),
-            n=torch.tensor(float(n), dtype=torch.float32),
+            n=self._n(lengths, counts),
         )
         stats = BatchStats(
             rows=len(chosen),
@@ -122,6 +164,34 @@ class Loader:
             padded_candidates=B * K - len(cand),
         )
         return batch, stats
+
+
+def slice_of(whole: Batch, *, asked: Ints, kept: Ints, share: HostShare) -> tuple[Batch, BatchStats]:
+    """Return a host's slice of every field of a global batch that has a batch dimension, and what is in it.
+
+    Args:
+        asked: [R] int64: events that the batch's R real rows had before the budget cut them.
+        kept: [R] int64: events that they have.
+    """
+    fields: dict[str, torch.Tensor] = {}
+    for name, dim in BATCH_DIMS.items():
+        value: torch.Tensor = getattr(whole, name)
+        size = value.shape[dim] // share.hosts
+        fields[name] = value.narrow(dim, share.host * size, size).contiguous()
+    own = whole._replace(**fields)
+    B, U = whole.slot_token.shape
+    block = B // share.hosts
+    rows = slice(share.host * block, (share.host + 1) * block)
+    real_tokens, examples = int((own.token_slot < B * U).sum()), int(own.num_candidates.sum())
+    stats = BatchStats(
+        rows=len(kept[rows]),
+        real_tokens=real_tokens,
+        dummy_tokens=own.token_slot.numel() - real_tokens,
+        events_cut=int((asked[rows] - kept[rows]).sum()),
+        examples=examples,
+        padded_candidates=own.cand_times.numel() - examples,
+    )
+    return own, stats
 
 
 def _fill(values: Ints, size: int) -> Ints:
