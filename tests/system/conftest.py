@@ -27,6 +27,8 @@ class Plane:
 
     data_dir: Path
     port: int = 0
+    kubeconfig: Path | None = None
+    """Of the cluster that TPU and GPU jobs run in."""
     url: str = ""
     process: subprocess.Popen[str] | None = None
     http: httpx.Client = field(init=False)
@@ -34,8 +36,11 @@ class Plane:
     def start(self) -> None:
         """Start it, or start it again on the same port and data."""
         script = Path(__file__).parent / "curve_server.py"
+        cluster = [] if self.kubeconfig is None else [str(self.kubeconfig)]
         self.process = subprocess.Popen(
-            [sys.executable, str(script), str(self.data_dir), str(self.port)], stdout=subprocess.PIPE, text=True
+            [sys.executable, str(script), str(self.data_dir), str(self.port), *cluster],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -148,6 +149,21 @@ class PlaneClient:
         """Return one job with its spec."""
         answer: dict[str, Any] = self.get(f"/v1/jobs/{quote(job_id, safe='')}")
         return answer
+
+    def runs(self, job_id: str) -> list[dict[str, Any]]:
+        """Return a job's runs, first attempt first."""
+        found: list[dict[str, Any]] = self.get(f"/v1/jobs/{quote(job_id, safe='')}/runs")["items"]
+        return found
+
+    def check_project(self, name: str) -> None:
+        """Raise NotFoundError, which names those there are, where the user knows no project of this name."""
+        names = [str(each["name"]) for each in self.get("/v1/projects")["items"]]
+        if name in names:
+            return
+        close = get_close_matches(name, names, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        some = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
+        raise NotFoundError(f"there is no project {name[:63]!r}", remedy=f"{meant}yours are: {some or 'none'}")
 
     def find(self, ref: str) -> dict[str, Any]:
         """Return the job that `ref` means: an id, the newest job of that name, or the one id it begins.

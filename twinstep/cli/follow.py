@@ -158,14 +158,18 @@ def log_text(
     """
     whose = whose or Whose()
     marks = Marks()
+    path = f"/v1/jobs/{quote(job_id, safe='')}/logs"
+    asked = {"slice": whose.slice, "host": whose.host, "restart": whose.restart, "run_id": run_id}
+    given = {name: value for name, value in asked.items() if value is not None}
     if follow:
+        if given:
+            # A stream has everybody's lines, and could not say that there is no such host.
+            plane.get(path, limit=4, **given)
         for event, data in messages(plane, job_id, kinds=("log",)):
             if event == "log":
                 yield marks.text(data, whose)
         return
-    offset, path = 0, f"/v1/jobs/{quote(job_id, safe='')}/logs"
-    asked = {"slice": whose.slice, "host": whose.host, "restart": whose.restart, "run_id": run_id}
-    given = {name: value for name, value in asked.items() if value is not None}
+    offset = 0
     while True:
         part = plane.get(path, offset=offset, limit=1024 * 1024, **given)
         yield marks.text(part, whose)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -85,11 +86,14 @@ def ls(
 
     with PlaneClient(environ_url(url)) as plane:
         jobs = list(islice(plane.jobs(state=state.value if state else None, project=project, limit=limit), limit))
+        if project is not None and not jobs:
+            plane.check_project(project)
     if as_json:
         print_json({"jobs": jobs})
         return 0
     if not jobs:
-        print(f"no {state.value + ' ' if state else ''}jobs; `twinstep submit SPEC` adds one", file=sys.stderr)
+        where = f" in the project {one_line(project)}" if project is not None else ""
+        print(f"no {state.value + ' ' if state else ''}jobs{where}; `twinstep submit SPEC` adds one", file=sys.stderr)
         return 0
     numbers = ("step", "examples/s", "compile s", "AUC")
     table = plain_table("id", "name", "backend", "state", *numbers, "age", right=numbers)
@@ -119,15 +123,17 @@ def get(job_ref: JobArg, as_json: JsonOpt = False, url: UrlOpt = None) -> int:
     with PlaneClient(environ_url(url)) as plane:
         job = plane.find(job_ref)
         page = f"{plane.url}/jobs/{job['id']}"
+        runs = plane.runs(job["id"])
+    run: dict[str, Any] = next((each for each in runs if each["id"] == job["run_id"]), {})
     if as_json:
-        print_json({"job": job, "url": page})
+        print_json({"job": job, "run": run, "url": page})
         return 0
-    show_job(job, page=page)
+    show_job(job, run, page=page)
     return 0
 
 
-def show_job(job: Mapping[str, Any], *, page: str) -> None:
-    """Print a job for people."""
+def show_job(job: Mapping[str, Any], run: Mapping[str, Any], *, page: str) -> None:
+    """Print a job and its newest run for people."""
     from rich.text import Text
 
     screen, table = console(), plain_table("", "")
@@ -144,8 +150,10 @@ def show_job(job: Mapping[str, Any], *, page: str) -> None:
         ("state", state),
         ("run", f"{job['run_id']} (attempt {job['attempt']})"),
         ("submitted", clock(job["created_at"])),
+        *([("attempt since", clock(run.get("created_at")))] if job["attempt"] > 1 else []),
         ("took", duration(took)),
         ("progress", progress_line(progress, ended=ended is not None)),
+        *workload_rows(run.get("cluster") or {}),
         ("page", page),
     ]
     for name, value in rows:
@@ -154,6 +162,18 @@ def show_job(job: Mapping[str, Any], *, page: str) -> None:
     if job.get("summary"):
         screen.print()
         screen.print(summary_table(job["summary"]))
+
+
+def workload_rows(workload: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what a run is in the cluster, and the line by which to look at it there; nothing where it is nowhere."""
+    if not workload:
+        return []
+    kind, name, namespace = (one_line(str(workload.get(part, DASH))) for part in ("kind", "name", "namespace"))
+    sent = "" if workload.get("uid") else " (being sent)"
+    return [
+        ("in cluster", f"{kind} {name}, namespace {namespace}{sent}"),
+        ("look at it", f"kubectl -n {shlex.quote(namespace)} describe {kind.lower()} {shlex.quote(name)}"),
+    ]
 
 
 def steps(progress: Mapping[str, Any]) -> str:
@@ -201,11 +221,9 @@ def logs(
 
 
 def _run_of(plane: PlaneClient, job_id: str, attempt: int) -> str:
-    from urllib.parse import quote
-
     from twinstep.spec.errors import NotFoundError
 
-    runs = plane.get(f"/v1/jobs/{quote(job_id, safe='')}/runs")["items"]
+    runs = plane.runs(job_id)
     found = next((run["id"] for run in runs if run["attempt"] == attempt), None)
     if found is None:
         raise NotFoundError(

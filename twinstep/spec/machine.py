@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from twinstep.spec.topology import chips_of
+from twinstep.spec.topology import GPUS, chips_of, slice_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,22 @@ class MachineWords:
     name: str
     chips: int
     """TPU chips or GPUs; 0 for host processors."""
+
+
+def machine_hosts(accelerator: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (slices, hosts of a slice) of the `accelerator` of a spec that is valid."""
+    match accelerator["kind"]:
+        case "tpu":
+            shape = slice_shape(
+                accelerator["generation"],
+                accelerator["topology"],
+                chips_per_host=accelerator.get("chips_per_host"),
+                slices=accelerator.get("slices", 1),
+            )
+            return shape.slices, shape.hosts_per_slice
+        case "gpu":
+            return 1, max(1, int(accelerator["count"]) // GPUS[accelerator["model"]].per_node)
+    return 1, 1
 
 
 def machine_words(accelerator: Mapping[str, Any]) -> MachineWords:

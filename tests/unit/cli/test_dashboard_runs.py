@@ -162,7 +162,7 @@ def test_what_differs_is_told_as_diff_does() -> None:
 
 def with_runs(state: str, *, in_cluster: bool = True, suspended: bool = False, cancel: bool = False) -> JobWithRuns:
     row = JobLine(
-        id="j", name="n", state=state, machine="cpu", model="m", dataset="d", backend="b", created=0,
+        id="j", name="n", state=state, machine="cpu", model="m", dataset="d", backend="b", created=0, run_created=0,
         cancel_requested=cancel,
     )  # fmt: skip
     return JobWithRuns(

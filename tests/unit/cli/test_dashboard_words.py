@@ -41,9 +41,12 @@ def test_a_summary_of_any_shape_becomes_rows_of_text(summary: dict[str, object])
         assert isinstance(value, str)
 
 
+AT = {"created": 0.0, "run_created": 0.0}
+
+
 def test_every_state_has_its_words() -> None:
     for state in RunState:
-        row = JobLine(id="j", name="n", state=state, machine="cpu", model="m", dataset="d", backend="b", created=0)
+        row = JobLine(id="j", name="n", state=state, machine="cpu", model="m", dataset="d", backend="b", **AT)
         assert phase_words(row)
         assert row.seconds(5) is None
 

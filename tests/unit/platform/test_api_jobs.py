@@ -110,6 +110,7 @@ def test_a_log_is_read_by_cursor_and_by_its_tail_without_secrets(live) -> None:
     assert lines[0] == "café \ufffd\ufffd"
     assert set(lines[1]) == {"*"}
     assert lines[2] == "half a li"
+    assert live.http.get(f"/v1/jobs/{job['id']}/logs", params={"host": 1}).json()["code"] == "not_found"
     tail = live.http.get(f"/v1/jobs/{job['id']}/logs", params={"tail": 1}).json()
     assert tail["text"] == "half a li"
     assert tail["next_offset"] == tail["size"] == offset

@@ -7,10 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from twinstep.platform.api.guard import SEVERAL
+from twinstep.platform.api.app import _API
+from twinstep.platform.api.guard import takes_several
 from twinstep.platform.api.problems import STATUS, status_of
 from twinstep.spec import errors
 
@@ -251,12 +253,16 @@ def test_a_query_that_gives_one_value_twice_is_refused_and_one_that_takes_severa
     assert shared.http.get("/v1/jobs?state=failed&state=running").status_code == 200
 
 
-def test_the_query_parameters_that_take_several_values_are_those_of_the_document(shared) -> None:
-    lists, single = set(), set()
-    for path in shared.plane.app.openapi()["paths"].values():
-        for each in (each for operation in path.values() for each in operation.get("parameters", ())):
-            if each["in"] == "query":
-                several = any(form.get("type") == "array" for form in each["schema"].get("anyOf", [each["schema"]]))
-                (lists if several else single).add(each["name"])
-    assert lists == SEVERAL
-    assert not lists & single
+def test_what_takes_several_values_is_what_the_document_says_of_each_route(shared) -> None:
+    document, seen = shared.plane.app.openapi()["paths"], set()
+    for route in [each for router in _API for each in router.routes if isinstance(each, APIRoute)]:
+        for method in route.methods or ():
+            told = {
+                each["name"]
+                for each in document[route.path][method.lower()].get("parameters", ())
+                if each["in"] == "query"
+                and any(form.get("type") == "array" for form in each["schema"].get("anyOf", [each["schema"]]))
+            }
+            assert takes_several(route) == told, route.path
+            seen |= told
+    assert seen >= {"state", "names", "kinds"}

@@ -375,3 +375,40 @@ def test_a_cluster_that_cannot_be_read_ends_the_start_and_leaves_nothing(
         assert run(["up", "--port", "0", "--data-dir", str(data), *words]) == 2
         assert "fix:" in capsys.readouterr().err
         assert not data.exists()
+
+
+def test_a_job_is_as_old_as_its_submit_whatever_runs_follow(plane: Plane) -> None:
+    job = plane.ended(S.FAILED)
+    plane.verbs.retry(job.id, actor="ada")
+    found = plane.service.get_job(job.id)
+    first, second = plane.service.list_runs(job.id)
+    assert (found.created_at, found.run_created_at) == (first.created_at, second.created_at)
+    assert found.run_created_at > found.created_at == job.created_at
+    assert plane.service.list_jobs().items[0].created_at == job.created_at
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "asked", "there"),
+    [
+        (TPU, {"slice": 1}, "the only slice is 0"),
+        (TPU, {"host": 2}, "give one of 0 to 1"),
+        (TPU, {"restart": 1}, "the only restart is 0"),
+        (GPU | {"count": 24}, {"host": 3}, "give one of 0 to 2"),
+        (GPU, {"host": 1}, "the only host in a slice is 0"),
+    ],
+)
+def test_a_log_of_a_host_that_there_is_not_says_which_there_are(
+    plane: Plane, accelerator: dict[str, Any], asked: dict[str, int], there: str
+) -> None:
+    job = plane.submit(accelerator)
+    app = create_app(plane.service)
+
+    async def answers() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            fits = {name: number - 1 for name, number in asked.items()}
+            return [await http.get(f"/v1/jobs/{job.id}/logs", params=each) for each in (asked, fits)]
+
+    wrong, right = asyncio.run(answers())
+    assert (wrong.status_code, wrong.json()["remedy"]) == (404, there)
+    assert right.status_code == 200

@@ -8,10 +8,12 @@ the browser by headers on every answer. The body's type and size are checked whe
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections import Counter
+from typing import Any, get_args, get_origin
 from urllib.parse import urlsplit
 
 from fastapi import Request
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,8 +31,6 @@ from twinstep.spec.parse import MAX_SPEC_BYTES
 
 MAX_REPORT_BYTES = 8 * 1024 * 1024  # a full batch of records is some hundred KiB
 JSON_TYPE = "application/json"
-SEVERAL = frozenset({"accelerator", "backend", "kinds", "names", "state"})
-"""Query parameters that take several values, whatever the route; a test holds them to the API's document."""
 PROBED = ("/healthz", "/readyz", "/metrics")
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
 
@@ -130,14 +130,27 @@ async def read_body(request: Request, *, limit: int) -> bytes:
     return bytes(body)
 
 
+def takes_several(route: APIRoute) -> frozenset[str]:
+    """Return the names of a route's query parameters that take several values."""
+    found, parts = set(), [route.dependant]
+    while parts:
+        part = parts.pop()
+        parts += part.dependencies
+        # `list[str] | None`, as much as `list[str]`
+        for each in part.query_params:
+            kinds = (each.field_info.annotation, *get_args(each.field_info.annotation))
+            found |= {each.alias} if any(get_origin(kind) is list for kind in kinds) else set()
+    return frozenset(found)
+
+
 def asked_once(request: Request) -> None:
     """Raise RequestError where a query parameter that takes one value stands twice: which is meant is not guessed."""
-    names = [name for name, _ in request.query_params.multi_items()]
-    doubled = sorted({name for name in names if names.count(name) > 1} - SEVERAL)
-    if doubled:
+    counts = Counter(name for name, _ in request.query_params.multi_items())
+    doubled = {name for name, count in counts.items() if count > 1}
+    if doubled and (doubled := doubled - takes_several(request.scope["route"])):
+        name = min(doubled)
         raise RequestError(
-            f"the query gives {doubled[0][:100]!r} {names.count(doubled[0])} times; it takes one value",
-            remedy="give it once",
+            f"the query gives {name[:100]!r} {counts[name]} times; it takes one value", remedy="give it once"
         )
 
 

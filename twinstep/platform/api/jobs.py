@@ -271,10 +271,11 @@ def read_log(
 ) -> LogPart:
     """Return a part of the log by byte cursor; `spans` says whose text it is, in order.
 
-    Bytes that are not UTF-8 are shown as U+FFFD. Of a very long log of a cluster's run the middle is not kept; a line
-    says so in its place.
+    404 says which slices, hosts and restarts there are. Bytes that are not UTF-8 are shown as U+FFFD. Of a very long
+    log of a cluster's run the middle is not kept; a line says so in its place.
     """
     wanted = LogFilter(slice=slice_, host=host, restart=restart)
+    service.check_place(job_id, wanted, run_id=run_id)
     return service.read_log(job_id, offset=offset, limit=limit, tail=tail, run_id=run_id, wanted=wanted)
 
 

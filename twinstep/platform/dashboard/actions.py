@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,10 @@ from twinstep.platform.dashboard import theme
 from twinstep.platform.dashboard.reader import Reader
 from twinstep.platform.dashboard.views import JobWithRuns
 from twinstep.platform.scheduler.attempts import Resize
-from twinstep.spec.errors import TwinstepError
-from twinstep.spec.topology import topologies
+from twinstep.spec.errors import SpecError, TwinstepError
+from twinstep.spec.topology import TPUS, topologies
+
+NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +130,19 @@ class Actions:
     def _size_fields(self) -> None:
         accelerator = self.job.spec["accelerator"]
 
+        def set_text(field: str, text: str) -> None:
+            self.size[field] = text or None
+
         def set_number(field: str, text: str) -> None:
-            self.size[field] = int(text) if text.isascii() and text.isdecimal() and len(text) < 7 else None
+            self.size[field] = int(text) if NUMBER.fullmatch(text) else text or None
 
         if accelerator["kind"] == "tpu":
             names = topologies(accelerator["generation"], up_to=256)
             options = {name: name for name in (*names, accelerator["topology"])}
-            theme.select(
-                "Topology", options, accelerator["topology"], lambda value: self.size.__setitem__("topology", value)
-            )
+            theme.select("Topology", options, accelerator["topology"], lambda text: set_text("topology", text))
+            if 8 in TPUS[accelerator["generation"]].chips_per_host:
+                sizes = {"": "as it must be", "4": "4", "8": "8"}
+                theme.select("Chips per host", sizes, "", lambda text: set_number("chips_per_host", text))
             theme.number("Slices", str(accelerator.get("slices", 1)), lambda text: set_number("slices", text))
         elif accelerator["kind"] == "gpu":
             theme.number("GPUs", str(accelerator["count"]), lambda text: set_number("gpus", text))
@@ -147,13 +154,19 @@ class Actions:
         job_id, name = self.job.row.id, self.asked.name
         try:
             if name == "resize":
-                size = Resize.model_validate({field: value for field, value in self.size.items() if value is not None})
-                await asyncio.to_thread(self.reader.resize, job_id, size)
+                await asyncio.to_thread(self.reader.resize, job_id, self._size())
             else:
                 await asyncio.to_thread(self.reader.steer, job_id, name)
         except TwinstepError as error:
-            self.problem.set_text(str(error))
+            self.problem.set_text("\n".join(fault.line() for fault in error.faults) or str(error))
             theme.show(self.problem, True)
             return
         self.dialog.close()
         await self.after()
+
+    def _size(self) -> Resize:
+        given = {field: value for field, value in self.size.items() if value is not None}
+        for field, value in given.items():
+            if field != "topology" and not isinstance(value, int):
+                raise SpecError(f"{field}: {value[:20]!r} is no whole number", remedy="give digits alone")
+        return Resize.model_validate(given)

@@ -75,7 +75,7 @@ class CompareScreen:
 
     @staticmethod
     def _scale(job: JobWithRuns, axis: Axis) -> Scale:
-        started = job.row.started if job.row.started is not None else job.row.created
+        started = job.row.started if job.row.started is not None else job.row.run_created
         return Scale(axis=axis, started=started, examples_per_step=job.examples_per_step)
 
     def _head(self) -> None:

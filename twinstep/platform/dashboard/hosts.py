@@ -8,8 +8,9 @@ from typing import Any
 
 from twinstep.platform.dashboard.words import age, printable
 from twinstep.platform.store.records import HostHeard, Run
+from twinstep.spec.machine import machine_hosts
 from twinstep.spec.states import RunState
-from twinstep.spec.topology import GPUS, slice_shape
+from twinstep.spec.topology import chips_of
 
 MAX_CELLS = 512  # drawn; a slice of more hosts is told in words
 SILENT_S = 60.0
@@ -40,24 +41,16 @@ class Grid:
 
 def shape_of(accelerator: Mapping[str, Any]) -> tuple[int, int, str]:
     """Return (slices, hosts of a slice, words for them)."""
+    slices, hosts = machine_hosts(accelerator)
+    counted = f"{hosts} host{'s' if hosts > 1 else ''}"
     match accelerator["kind"]:
         case "tpu":
-            shape = slice_shape(
-                accelerator["generation"],
-                accelerator["topology"],
-                chips_per_host=accelerator.get("chips_per_host"),
-                slices=accelerator.get("slices", 1),
-            )
-            slices = f"{shape.slices} slices of " if shape.slices > 1 else ""
-            hosts = f"{shape.hosts_per_slice} host{'s' if shape.hosts_per_slice > 1 else ''}"
-            name = f"{accelerator['generation']} {accelerator['topology']}"
-            return shape.slices, shape.hosts_per_slice, f"{name}: {slices}{hosts}, {shape.chips_per_host} chips each"
+            joined = f"{slices} slices of " if slices > 1 else ""
+            name, chips = f"{accelerator['generation']} {accelerator['topology']}", chips_of(accelerator["topology"])
+            return slices, hosts, f"{name}: {joined}{counted}, {chips // hosts} chips each"
         case "gpu":
-            node, count = GPUS[accelerator["model"]].per_node, int(accelerator["count"])
-            hosts_ = max(1, count // node)
-            each = min(count, node)
-            return 1, hosts_, f"{hosts_} host{'s' if hosts_ > 1 else ''}, {each} {accelerator['model']} each"
-    return 1, 1, "this control plane's own machine: one process"
+            return slices, hosts, f"{counted}, {int(accelerator['count']) // hosts} {accelerator['model']} each"
+    return slices, hosts, "this control plane's own machine: one process"
 
 
 def grid(run: Run, accelerator: Mapping[str, Any], heard: Sequence[HostHeard], *, now: float) -> Grid:

@@ -27,7 +27,7 @@ from twinstep.platform.dashboard.parts import (
 from twinstep.platform.dashboard.reader import Reader
 from twinstep.platform.dashboard.run_parts import SHOWN_RUNS, Documents, Hosts, Timeline, Why
 from twinstep.platform.dashboard.timeline import stretches
-from twinstep.platform.dashboard.views import EventLine, JobWithRuns, LogPiece
+from twinstep.platform.dashboard.views import EventLine, JobLine, JobWithRuns, LogPiece
 from twinstep.platform.scheduler.explain import SILENT_S, Explanation
 from twinstep.platform.store.records import LogFilter, MetricSeries
 from twinstep.spec.errors import NotFoundError, TwinstepError
@@ -101,9 +101,8 @@ class JobScreen:
                 with theme.div("tw-job-title"):
                     theme.tag("h1", row.name, "tw-h1")
                     self.chip = theme.Chip(row.state)
-                about = f"{row.machine} · {row.model} · {row.dataset} · {row.backend} · submitted {clock(row.created)}"
                 theme.text(row.id, "tw-mono tw-dim")
-                theme.text(about, "tw-dim tw-small")
+                self.about = theme.text(_about(row), "tw-dim tw-small")
             self.actions = Actions(self.reader, detail, after=self._acted)
 
     async def _other_lines(self, wanted: LogFilter) -> None:
@@ -146,7 +145,7 @@ class JobScreen:
         """Return why a job does not run well; asked for now and then while nothing else changes."""
         row, now = detail.row, time.time()
         silent = detail.heard is not None and now - detail.heard > SILENT_S
-        waits = row.state in ("pending", "queued", "starting", "restarting") and now - row.created > WAITS_S
+        waits = row.state in ("pending", "queued", "starting", "restarting") and now - row.run_created > WAITS_S
         if not (row.state == "failed" or waits or (row.state == "running" and silent)):
             self.explained = None
             return None
@@ -171,6 +170,10 @@ class JobScreen:
             self.run_id = detail.run_id
             self.log_at = -1
             self.log.reset()
+            # A run that follows a resize is of another size.
+            self.about.set_text(_about(row))
+            self.log.set_hosts(detail.hosts)
+            self.wanted = self.log.wanted
         self.row, self.event_at = row, read.event_at
         self.chip.set(row.state)
         self.actions.update(detail)
@@ -196,6 +199,10 @@ class JobScreen:
         if detail.summary is not None:
             self.summary.set(("", ""), summary_rows(detail.summary))
         self.runs.set(("", "State", "Run", "Duration", "Restarts", "Reason"), run_rows(detail.runs, now=now))
+
+
+def _about(row: JobLine) -> str:
+    return f"{row.machine} · {row.model} · {row.dataset} · {row.backend} · submitted {clock(row.created)}"
 
 
 async def build(reader: Reader, job_id: str) -> None:

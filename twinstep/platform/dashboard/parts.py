@@ -250,15 +250,24 @@ class LogTail:
     def __init__(self, grid: Grid, on_wanted: Callable[[LogFilter], Awaitable[None]]) -> None:
         """Build the card; where a run has several hosts, with a choice of whose lines are shown."""
         self.wanted, self.on_wanted = LogFilter(), on_wanted
-        slices, hosts = len(grid.slices), max(map(len, grid.slices), default=0)
-        with theme.card("Log", classes="tw-span") as right:
-            with right:
-                for name, count in (("slice", slices), ("host", hosts)):
-                    if count > 1:
-                        options = {"": "all"} | {str(index): str(index) for index in range(count)}
-                        theme.select(name.capitalize(), options, "", partial(self._choose, name))
+        self.counts = (0, 0)
+        with theme.card("Log", classes="tw-span") as self.right:
             self.log = ui.log(max_lines=MAX_LOG_LINES).classes("tw-log").mark("log")
         self.partial = ""
+        self.set_hosts(grid)
+
+    def set_hosts(self, grid: Grid) -> None:
+        """Offer the slices and hosts there are; where they are others than before, everybody's lines are wanted."""
+        counts = len(grid.slices), max(map(len, grid.slices), default=0)
+        if counts == self.counts:
+            return
+        self.counts, self.wanted = counts, LogFilter()
+        self.right.clear()
+        with self.right:
+            for name, count in zip(("slice", "host"), counts, strict=True):
+                if count > 1:
+                    options = {"": "all"} | {str(index): str(index) for index in range(count)}
+                    theme.select(name.capitalize(), options, "", partial(self._choose, name))
 
     async def _choose(self, name: str, value: str) -> None:
         number = int(value) if value.isascii() and value.isdecimal() and len(value) < 6 else None

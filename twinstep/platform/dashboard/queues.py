@@ -85,7 +85,7 @@ def queue_view(waiting: Sequence[Job], active: Sequence[Job], *, slots: int) -> 
                 queue=queue,
                 project=job.project,
                 machine=job.machine,
-                since=job.created_at,
+                since=job.run_created_at,
                 place=places[queue],
                 reason=job.reason,
             )

@@ -330,6 +330,7 @@ class Reader:
             loss=summary.final_loss if summary else newest.get("loss"),
             auc=summary.auc if summary else newest.get("eval/auc"),
             created=job.created_at,
+            run_created=job.run_created_at,
             started=job.started_at,
             ended=job.finished_at,
             cancel_requested=job.cancel_requested_at is not None,

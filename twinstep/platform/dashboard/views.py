@@ -33,6 +33,9 @@ class JobLine:
     loss: float | None = None
     auc: float | None = None
     created: float
+    """When it was submitted."""
+    run_created: float
+    """When its newest run was made."""
     started: float | None = None
     ended: float | None = None
     cancel_requested: bool = False

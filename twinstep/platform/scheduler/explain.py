@@ -134,7 +134,7 @@ def explain(
         now: Unix seconds; None where silence is not to be judged.
     """
     if job.state is RunState.SUCCEEDED:
-        took = duration((job.finished_at or 0.0) - (job.started_at or job.created_at))
+        took = duration((job.finished_at or 0.0) - (job.started_at or job.run_created_at))
         return _said(job, "succeeded", f"the job succeeded after {took}", "")
     if job.state is RunState.CANCELLED:
         why = "" if job.reason in ("", "cancelled") else f": {job.reason}"

@@ -40,6 +40,7 @@ from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.platform.store.store import Store
 from twinstep.spec.errors import AuthError, ConflictError, NotFoundError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.machine import machine_hosts
 from twinstep.spec.report import ReportAck, ReportBatch
 from twinstep.spec.roles import DEFAULT_PROJECT, LOCAL_USER
 from twinstep.spec.states import RunState
@@ -269,6 +270,19 @@ class Service:
         if tail is not None:
             return log.tail(tail, final=run.is_final, wanted=wanted)
         return log.read_log(offset=offset, limit=limit, final=run.is_final, wanted=wanted)
+
+    def check_place(self, job_id: str, wanted: LogFilter, *, run_id: str | None = None) -> None:
+        """Raise NotFoundError, which says what there is, where a run has no such slice, host or restart."""
+        run = self._store.run(self._run_of(job_id, run_id))
+        spec = run.spec if run.spec is not None else self._store.first_spec(job_id)
+        slices, hosts = machine_hosts(spec["accelerator"])
+        for name, asked, count in (
+            ("slice", wanted.slice, slices), ("host", wanted.host, hosts), ("restart", wanted.restart, run.restarts + 1)
+        ):  # fmt: skip
+            if asked is not None and asked >= count:
+                of_slice = " in a slice" if name == "host" else ""
+                there = f"the only {name}{of_slice} is 0" if count == 1 else f"give one of 0 to {count - 1}"
+                raise NotFoundError(f"attempt {run.attempt} of job {job_id} has no {name} {asked}", remedy=there)
 
     def heard_hosts(self, run_id: str) -> list[HostHeard]:
         """Return when each host of a run in a cluster was last heard of; hosts that said nothing are left out."""

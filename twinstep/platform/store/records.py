@@ -84,7 +84,7 @@ class _Standing(View):
     reason: str
     """Why it is in that state, in one sentence."""
     created_at: float
-    """When it was submitted."""
+    """When it was made; of a job: when it was submitted."""
     started_at: float | None = None
     """When it was first started."""
     finished_at: float | None = None
@@ -152,6 +152,8 @@ class Job(_Standing):
     """The user who submitted it; `user` where no login is asked for."""
     run_id: str
     """Its newest run."""
+    run_created_at: float
+    """When that run was made: of a job that was tried again or resized, later than the job."""
     attempt: int
     """Which attempt that run is."""
     backend: str = Field(description="The spec's compile.backend.")

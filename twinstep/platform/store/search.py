@@ -22,10 +22,10 @@ from twinstep.spec.states import RunState
 SCANNED = 20_000
 """Jobs that a page looks through at most for what no index knows: some 100 ms."""
 MAX_WORDS = 8
-STANDING = [
-    getattr(RunRow, name) for name in Job.model_fields if name in Run.model_fields and name not in ("id", "backend")
-]
-"""What a job shows of its newest run; its backend is the spec's, which is not what a run means by it."""
+OWN = frozenset({"id", "backend", "created_at"})
+STANDING = [getattr(RunRow, name) for name in Job.model_fields if name in Run.model_fields and name not in OWN]
+"""What a job shows of its newest run. Its backend is the spec's, which is not what a run means by it, and it is as old
+as its first run."""
 
 
 class JobSort(StrEnum):
@@ -77,8 +77,9 @@ def newest_run() -> ColumnElement[bool]:
 
 def select_jobs() -> Select[Any]:
     """Return the query of every job with the standing of its newest run and its spec."""
-    about = (JobRow.id, JobRow.name, JobRow.project, JobRow.submitted_by, spec_of_run().label("spec"))
-    return select(*about, RunRow.id.label("run_id"), *STANDING).join(RunRow, newest_run())
+    about = (JobRow.id, JobRow.name, JobRow.project, JobRow.submitted_by, JobRow.created_at)
+    of_run = (RunRow.id.label("run_id"), RunRow.created_at.label("run_created_at"), spec_of_run().label("spec"))
+    return select(*about, *of_run, *STANDING).join(RunRow, newest_run())
 
 
 def spec_of_run() -> ColumnElement[Any]:
