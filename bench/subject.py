@@ -36,7 +36,7 @@ class Subject:
         torch.set_num_threads(threads())
         self.spec = JobSpec.model_validate(spec)
         torch.manual_seed(self.spec.train.seed)
-        self.dataset: Dataset = load_dataset(self.spec.data)
+        self.dataset = cast(Dataset, load_dataset(self.spec.data))
         self.model: nn.Module = build_model(self.spec, self.dataset.schema)
         self.model.train()
         self.optimizers = build_optimizers(self.spec.optimizers, self.model)
@@ -45,7 +45,7 @@ class Subject:
         """Return the first `count` training batches, with fields of the data spec changed."""
         data = self.spec.data.model_copy(update=changes)
         loader = Loader(self.dataset, data, seed=self.spec.train.seed)
-        return [loader.train_batch(number)[0] for number in range(count)]
+        return [cast(Batch, loader.train_batch(number)[0]) for number in range(count)]
 
     def compiler(
         self, backend: str, *, cache_dir: Path | None, on_event: Callable[[CompileEvent], None] | None = None

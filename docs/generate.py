@@ -21,7 +21,7 @@ from twinstep.platform.api.problems import STATUS
 from twinstep.platform.scheduler.service import Service
 from twinstep.spec import states
 from twinstep.spec.errors import TwinstepError
-from twinstep.spec.job import OPTIMIZER_SETTINGS, JobSpec
+from twinstep.spec.job import DATASETS_OF_ROWS, OPTIMIZER_SETTINGS, JobSpec
 from twinstep.spec.states import FINAL, MOVES, RunState
 
 HERE = Path(__file__).parent / "reference"
@@ -29,6 +29,11 @@ NOTE = "<!-- Written by docs/generate.py from the code; change the code, then ru
 Schema = Mapping[str, Any]
 
 RULES = (
+    ("model.kind", "`dlrmv3` where it is left out"),
+    (
+        "data.dataset",
+        f"`{'`, `'.join(DATASETS_OF_ROWS)}` with `model.kind: dlrm` and no other, which has the first by default",
+    ),
     ("data.uih_budget", "at most `data.uih_len`: no history could fill a larger one"),
     *(
         (f"optimizers.*.{name}", f"another value than the default with `kind: {'`, `'.join(kinds)}` only")
@@ -213,7 +218,7 @@ def _field_table(node: Schema, root: Schema, path: str) -> Iterator[str]:
             else _value(field.get("default", {}))
         )
         if len(objects) > 1 and name not in required:
-            default = "`cpu`"
+            default = {"model": "`dlrmv3`"}.get(name, "`cpu`")
         meaning = field.get("description") or (objects[0].get("description", "") if objects else "")
         yield _row(f"`{where}`", kind, default, _limits(field), meaning)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from twinstep.spec.base import Count, Spec
+from twinstep.spec.base import Count, Spec, with_kind
 from twinstep.spec.topology import (
     GPUS,
     TPUS,
@@ -134,7 +134,7 @@ class GpuSpec(Spec):
 
 def _accelerator(value: Any) -> Any:
     """Let `accelerator: cpu` stand for `accelerator: {kind: cpu}`."""
-    return {"kind": value} if isinstance(value, str) else value
+    return {"kind": value} if isinstance(value, str) else with_kind(value)
 
 
 Accelerator = Annotated[

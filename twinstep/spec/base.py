@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
+
+from twinstep.spec.text import plain_text
 
 INT32_MAX = 2**31 - 1
 
@@ -19,3 +22,16 @@ class Spec(BaseModel):
     """Base of every part of a spec: frozen, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def with_kind(value: Any, default: str | None = None) -> Any:
+    """Return what stands in a union of parts, ready for pydantic to tell its member by `kind`.
+
+    Args:
+        default: the kind of a mapping that names none; None leaves it without.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    kind = value.get("kind", default)
+    # Pydantic writes a kind it does not know out, and cannot where a number in it has thousands of digits.
+    return {**value, "kind": kind if isinstance(kind, str) else plain_text(kind)} if kind is not None else value

@@ -6,41 +6,18 @@ Each field states its unit and meaning; unknown keys are refused. `twinstep sche
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
 from twinstep.spec.base import INT32_MAX, Count, Number, Spec
+from twinstep.spec.model import DLRMv3Spec, Model
 
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_MAX = 40  # leaves room for the suffixes that JobSet and Ray add to a 63-character DNS label
 TableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
-Width = Annotated[StrictInt, Field(ge=1, le=16384)]
-
-
-class DLRMv3Spec(Spec):
-    """DLRMv3: an HSTU transducer over a user's history and the candidates, with multitask heads."""
-
-    kind: Literal["dlrmv3"] = "dlrmv3"
-    """The model."""
-    embedding_dim: Width = 32
-    """E: floats per row of every embedding table."""
-    transducer_dim: Width = 64
-    """D: floats per token inside the transducer."""
-    num_layers: Annotated[StrictInt, Field(ge=1, le=64)] = 2
-    """STU layers."""
-    num_heads: Annotated[StrictInt, Field(ge=1, le=64)] = 2
-    """H: attention heads per layer."""
-    linear_dim: Width = 32
-    """V: value width per head."""
-    attention_dim: Width = 32
-    """A: query and key width per head."""
-    hidden_dim: Width = 64
-    """Hidden width of the preprocessor's and the item MLPs."""
-    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    """Probability of zeroing a value before a layer's output projection, in training."""
 
 
 class SplitSpec(Spec):
@@ -55,8 +32,9 @@ class SplitSpec(Spec):
 class DataSpec(Spec):
     """Which data, and how it becomes batches."""
 
-    dataset: Literal["ml-100k", "synthetic"] = "ml-100k"
-    """`ml-100k`: MovieLens-100K from the installed recbole distribution; `synthetic`: seeded zipf ids."""
+    dataset: Literal["ml-100k", "synthetic", "synthetic-clicks"] = "ml-100k"
+    """`ml-100k`: MovieLens-100K from the installed recbole distribution; `synthetic`: seeded histories of zipf ids;
+    `synthetic-clicks`: seeded rows of dense and multi-hot features, in the form of the Criteo data, for `dlrm`."""
     split: SplitSpec = SplitSpec()
     """Training and held-out events."""
     label_threshold: Annotated[Number, Field(ge=0)] = 4.0
@@ -72,7 +50,7 @@ class DataSpec(Spec):
     rows: dict[TableName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
     """Rows of a table by name, where more are wanted than the dataset needs."""
     synthetic_events: Annotated[StrictInt, Field(ge=100, le=10_000_000)] = 20_000
-    """Events of the synthetic dataset; other datasets ignore it."""
+    """Events, or rows, of a synthetic dataset; other datasets ignore it."""
 
     # A rule between fields stands at the field to be changed, after the field it looks at: the error then names it.
     @field_validator("uih_budget")
@@ -92,6 +70,9 @@ class DataSpec(Spec):
         """UIH tokens of one batch."""
         return self.batch_size * (self.uih_budget or self.uih_len)
 
+
+DATASETS_OF_ROWS = ("synthetic-clicks",)
+"""Datasets of rows with dense and multi-hot features, which `dlrm` takes; the others hold histories, for `dlrmv3`."""
 
 OPTIMIZER_SETTINGS = {
     "momentum": ("sgd",),
@@ -239,7 +220,7 @@ class JobSpec(Spec):
 
     name: Annotated[str, Field(min_length=1, max_length=NAME_MAX, pattern=NAME_PATTERN)]
     """Lower-case letters, digits and '-', starting with a letter; at most 40 characters; need not be unique."""
-    model: DLRMv3Spec = DLRMv3Spec()
+    model: Model = DLRMv3Spec()
     """The model and its sizes."""
     data: DataSpec = DataSpec()
     """The dataset and its batches."""
@@ -262,15 +243,31 @@ class JobSpec(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _backend_follows(cls, data: Any) -> Any:
-        """Take the accelerator's own backend where none is given."""
+    def _what_follows(cls, data: Any) -> Any:
+        """Take the accelerator's own backend where none is given, and a dataset that the model takes."""
         if not isinstance(data, Mapping):
             return data
-        accelerator, asked = data.get("accelerator"), data.get("compile", {})
+        accelerator, model = (data.get(name) for name in ("accelerator", "model"))
         kind = accelerator.get("kind") if isinstance(accelerator, Mapping) else accelerator
-        if kind != "tpu" or not isinstance(asked, Mapping) or "backend" in asked:
-            return data
-        return {**data, "compile": {"backend": BACKENDS["tpu"][0], **asked}}
+        if kind == "tpu":
+            data = _filled(data, "compile", {"backend": BACKENDS["tpu"][0]})
+        if isinstance(model, Mapping) and model.get("kind") == "dlrm":
+            data = _filled(data, "data", {"dataset": DATASETS_OF_ROWS[0]})
+        return data
+
+    @field_validator("data")
+    @classmethod
+    def _model_takes_it(cls, value: DataSpec, info: ValidationInfo) -> DataSpec:
+        kind = getattr(info.data.get("model"), "kind", None)  # not there where it is not valid itself
+        if kind is None or (kind == "dlrm") == (value.dataset in DATASETS_OF_ROWS):
+            return value
+        every = get_args(DataSpec.model_fields["dataset"].annotation)
+        fitting = [name for name in every if (kind == "dlrm") == (name in DATASETS_OF_ROWS)]
+        raise PydanticCustomError(
+            "between_fields",
+            "holds what a {kind} does not take",
+            {"part": "dataset", "kind": kind, "allowed": ", ".join(fitting), "nearest": fitting[0]},
+        )
 
     @field_validator("compile")
     @classmethod
@@ -284,3 +281,9 @@ class JobSpec(Spec):
                 {"part": "backend", "kind": kind, "allowed": ", ".join(fitting), "nearest": fitting[0]},
             )
         return value
+
+
+def _filled(data: Mapping[str, Any], name: str, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a spec's fields with `defaults` in the part `name`, where it is a mapping that lacks them."""
+    part = data.get(name, {})
+    return {**data, name: {**defaults, **part}} if isinstance(part, Mapping) else data

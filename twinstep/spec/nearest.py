@@ -109,11 +109,13 @@ def _child(kind: Any, part: str | int, value: Any) -> tuple[Any, FieldInfo | Non
 
 
 def _models(kind: Any, value: Any) -> list[type[BaseModel]]:
-    """Return the models that `kind` may be: the one that `value` says it is, where it does."""
+    """Return the models that `kind` may be: the one that `value` says it is, or that it is when it says nothing."""
     found = [each for each in _flat(kind) if isinstance(each, type) and issubclass(each, BaseModel)]
     wanted = value.get("kind") if isinstance(value, Mapping) else value
     named = [model for model in found if len(found) > 1 and wanted in _options(model.model_fields["kind"].annotation)]
-    return named or found
+    if len(found) > 1 and isinstance(value, Mapping) and "kind" not in value:
+        named = [model for model in found if not model.model_fields["kind"].is_required()]
+    return named if len(named) == 1 else found
 
 
 def _flat(kind: Any) -> list[Any]:

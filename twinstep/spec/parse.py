@@ -21,6 +21,8 @@ from twinstep.spec.text import dump_yaml, load_yaml, plain_text
 MAX_SPEC_BYTES = 256 * 1024  # a spec is a page or two; more is a wrong file, or an attempt to exhaust memory
 MAX_DEPTH = 32
 MAX_GIVEN = 120
+UNION_TAGS: Mapping[str | int, tuple[str, ...]] = {"accelerator": ("cpu", "tpu", "gpu"), "model": ("dlrmv3", "dlrm")}
+"""What pydantic puts behind the name of a field that is a union, between it and what the user wrote."""
 MAX_FAULTS = 50  # nobody mends more at a time, and each costs a search for the nearest valid value
 
 
@@ -197,7 +199,7 @@ def _user_path(loc: Iterable[str | int], data: Mapping[str, Any]) -> Path:
     out: list[str | int] = []
     parts = list(loc)
     for index, part in enumerate(parts):
-        is_tag = index == 1 and parts[0] == "accelerator" and part in ("cpu", "tpu", "gpu")
+        is_tag = index == 1 and part in UNION_TAGS.get(parts[0], ())
         is_type_note = isinstance(part, str) and ("[" in part or part in ("constrained-int", "int", "float", "str"))
         if not (is_tag or (is_type_note and not _has(data, [*out, part]))):
             out.append(part)

@@ -13,15 +13,16 @@ import pytest
 import torch
 
 import twinstep
+from twinstep.spec.job import DataSpec
 from twinstep.worker.compile import ParityReport
-from twinstep.worker.data.batch import MultiHotBatch
-from twinstep.worker.data.synthetic import make_multi_hot
+from twinstep.worker.data.multi_hot import MultiHotBatch, MultiHotDataset, make_multi_hot_dataset
+from twinstep.worker.data.synthetic_clicks import make_clicks
 from twinstep.worker.embedding.optim import RowWiseAdagrad, split_parameters
-from twinstep.worker.models.config import DLRMConfig, TableConfig
+from twinstep.worker.models.config import BagConfig, DLRMConfig, TableConfig, TaskConfig
 from twinstep.worker.models.dlrm import DLRM, init_dlrm
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-ROWS = (50, 400, 7)
+ROWS, MAX_IDS = (50, 400, 7), (3, 1, 2)
 
 
 def example(name: str) -> ModuleType:
@@ -37,8 +38,10 @@ def dlrm(interaction: Any) -> DLRM:
     config = DLRMConfig(
         num_dense=4,
         tables=tuple(TableConfig(name=f"t{index}", rows=rows, dim=8) for index, rows in enumerate(ROWS)),
+        features=tuple(BagConfig(name=f"f{i}", table=f"t{i}", max_ids=most) for i, most in enumerate(MAX_IDS)),
+        tasks=(TaskConfig(name="clicked"),),
         bottom_dims=(16,),
-        top_dims=(16,),
+        over_dims=(16,),
         interaction=interaction,
         num_cross_layers=2,
         cross_rank=4,
@@ -48,8 +51,14 @@ def dlrm(interaction: Any) -> DLRM:
     return model
 
 
+def clicks(num_rows: int) -> MultiHotDataset:
+    rows, schema = make_clicks(num_rows, table_rows=ROWS, max_ids=MAX_IDS, num_dense=4)
+    return make_multi_hot_dataset(rows, schema, DataSpec())
+
+
 def multi_hot(count: int, batch_size: int = 32) -> list[MultiHotBatch]:
-    return list(make_multi_hot(rows=ROWS, num_dense=4, hot=3, batch_size=batch_size, num_batches=count))
+    data = clicks(2 * count * batch_size)
+    return [data.pack(data.train[i * batch_size : (i + 1) * batch_size], batch_size)[0] for i in range(count)]
 
 
 def optimizers(model: DLRM) -> dict[str, torch.optim.Optimizer]:
@@ -110,54 +119,3 @@ def test_dlrm_learns_what_dense_features_explain() -> None:
     made = optimizers(model)
     losses = [float(dlrm_step(model, made, batch).loss.detach()) for batch in multi_hot(150, batch_size=128)]
     assert sum(losses[-10:]) / 10 < 0.8 * sum(losses[:5]) / 5
-
-
-def test_dot_interaction_is_every_pair_once() -> None:
-    vectors = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
-    found = dlrm("dot")._interaction(vectors)
-    want = [[float(row[i] @ row[j]) for i in range(4) for j in range(i)] for row in vectors]
-    torch.testing.assert_close(found[:, :3], vectors[:, 0])
-    torch.testing.assert_close(found[:, 3:], torch.tensor(want))
-
-
-def test_low_rank_cross_is_the_papers_formula() -> None:
-    model = dlrm("dcn")
-    vectors = torch.randn(5, 4, 8, generator=torch.Generator().manual_seed(0))
-    first = x = vectors.flatten(1)
-    cross = model._interaction
-    for down, up in zip(cross._down, cross._up, strict=True):
-        x = first * (x @ (up.weight @ down.weight).T + up.bias) + x
-    torch.testing.assert_close(cross(vectors), x)
-
-
-def test_an_empty_slot_changes_nothing_and_gives_no_gradient() -> None:
-    model = dlrm("dot")
-    (batch,) = multi_hot(1)
-    other = batch._replace(ids=torch.where(batch.valid, batch.ids, 3))
-    results = []
-    for each in (batch, other):
-        model.zero_grad()
-        output = model(each)
-        output.loss.backward()
-        results.append((output.loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
-
-
-def test_a_dummy_row_weighs_nothing() -> None:
-    model = dlrm("dot")
-    (batch,) = multi_hot(1)
-    weights = batch.weights.clone()
-    weights[20:] = 0
-    short = MultiHotBatch(*(each[:20] for each in batch))
-    torch.testing.assert_close(model(batch._replace(weights=weights)).loss, model(short).loss)
-
-
-def test_embedding_sums_match_torchs_embedding_bag() -> None:
-    model = dlrm("dot")
-    (batch,) = multi_hot(1)
-    table = model._embedding_collection.embeddings["t1"].weight
-    ids = [batch.ids[row, 1][batch.valid[row, 1]] for row in range(32)]
-    offsets = torch.tensor([0, *(len(each) for each in ids[:-1])]).cumsum(0)
-    want = torch.nn.functional.embedding_bag(torch.cat(ids), table, offsets, mode="sum")
-    got = model._embedding_collection("t1", batch.ids[:, 1], batch.valid[:, 1]).sum(dim=1)
-    torch.testing.assert_close(got, want)

@@ -159,6 +159,7 @@ def test_a_number_of_any_size_in_any_field_is_a_fault_of_that_field(bits: int, s
         {"name": "a", "data": {"rows": {"user_id": given}}},
         {"name": "a", "model": {"kind": given}},
         {"name": "a", "accelerator": given},
+        {"name": "a", "accelerator": {"kind": given}},
         {"name": "a", "no": given},
         {"name": "a", number: 1},
     ):
@@ -220,7 +221,8 @@ LEAVES = [
     tuple(path.split("."))
     for path in re.split(
         " ",
-        "name model model.dropout model.num_heads data data.dataset data.split data.split.by data.split.eval_fraction "
+        "name model model.kind model.dropout model.num_heads model.bottom_dims data "
+        "data.dataset data.split data.split.by data.split.eval_fraction "
         "data.batch_size data.uih_len data.uih_budget data.rows data.rows.t optimizers.dense optimizers.dense.kind "
         "optimizers.dense.momentum optimizers.dense.betas optimizers.sparse.kind optimizers.sparse.betas "
         "optimizers.sparse.eps optimizers.sparse.lr accelerator accelerator.kind accelerator.devices "
@@ -231,7 +233,8 @@ LEAVES = [
 hostile = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.integers(-2, 70)
     | st.text(alphabet=st.characters(codec="utf-8"), max_size=8)
-    | st.sampled_from(["4", "1e3", "yes", "off", "1:30", "gpu", "tpu", "cpu", "sgd", "adam", "xla", "v5p", 0, 2, 0.5])
+    | st.sampled_from(["4", "1e3", "yes", "off", "1:30", "gpu", "tpu", "cpu", "dlrm", "sgd",
+                       "adam", "xla", "v5p", 0, 2, 0.5])
     | st.lists(st.floats() | st.text(max_size=3) | st.floats(0, 0.9), max_size=3)
     | st.dictionaries(st.sampled_from(["kind", "lr", "x", "int", "cpu"]), st.integers() | st.just("tpu"), max_size=2)
 )  # fmt: skip
@@ -391,3 +394,27 @@ def test_true_is_true(word: str) -> None:
 def test_tags_are_refused_with_their_line(tag: str) -> None:
     with pytest.raises(SpecError, match=r"line 2: tags .* are not allowed"):
         parse_spec(f"name: a\ncompile: {tag}")
+
+
+def test_a_model_and_a_dataset_must_fit_each_other() -> None:
+    assert parse_spec("name: a\nmodel: {kind: dlrm}").data.dataset == "synthetic-clicks"
+    assert parse_spec("name: a").data.dataset == "ml-100k"
+    for text, remedy in (
+        ("name: a\nmodel: {kind: dlrm}\ndata: {dataset: ml-100k}", "dataset: synthetic-clicks"),
+        ("name: a\ndata: {dataset: synthetic-clicks}", "dataset: ml-100k"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            parse_spec(text)
+        assert [(fault.field, fault.remedy) for fault in caught.value.faults] == [("data.dataset", remedy)]
+
+
+def test_a_field_of_the_other_model_is_named_with_the_fields_of_the_one_that_was_asked_for() -> None:
+    for text, allowed in (
+        ("name: a\nmodel: {cross_rank: 4}", "num_heads"),
+        ("name: a\nmodel: {kind: dlrm, num_heads: 4}", "cross_rank"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            parse_spec(text)
+        (fault,) = caught.value.faults
+        assert fault.field.startswith("model.")
+        assert allowed in fault.allowed

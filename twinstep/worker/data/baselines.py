@@ -9,15 +9,19 @@ import numpy as np
 
 from twinstep.worker.data.datasets import Dataset
 from twinstep.worker.data.metrics import score
+from twinstep.worker.data.multi_hot import MultiHotDataset
 
 SMOOTHING = 5.0  # ratings of the global mean each item starts with, so that one lucky rating ranks no item first
 
 
-def baseline_aucs(dataset: Dataset) -> dict[str, float | None]:
+def baseline_aucs(dataset: Dataset | MultiHotDataset) -> dict[str, float | None]:
     """Return the held-out AUC of `item_mean` and `popularity` for the first task; None where undefined.
 
     item_mean: mean training rating of the item, smoothed with the global mean. popularity: its training events.
+    Rows of dense and multi-hot features name no item, and have none of the two.
     """
+    if isinstance(dataset, MultiHotDataset):
+        return {}
     events, held = dataset.events, dataset.held_out
     num_items = len(events.item_features)
     count = np.bincount(events.item[~held], minlength=num_items).astype(np.float64)

@@ -104,21 +104,6 @@ BATCH_DIMS: dict[str, int] = {
 """Position of the dimension that grows with B, by field; the packed tokens' is B * uih_budget long."""
 
 
-class MultiHotBatch(NamedTuple):
-    """B rows of dense and multi-hot features: what DLRM takes. H id slots per feature, whatever a row has of them."""
-
-    dense: Tensor
-    """[B, N] float32."""
-    ids: Tensor
-    """[B, F, H] int64: row of each feature's table; 0 where not valid."""
-    valid: Tensor
-    """[B, F, H] bool: slots that hold an id; a feature without any is a vector of zeros."""
-    labels: Tensor
-    """[B] float32: 0 or 1."""
-    weights: Tensor
-    """[B] float32; 0 for dummy rows."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchStats:
     """Counts of one batch, on the host."""

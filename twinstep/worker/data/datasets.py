@@ -1,6 +1,6 @@
 """Datasets by name: events, schema, split and samples in one frozen value.
 
-`load_dataset` is the door of this room; a new dataset is one row of `SOURCES`.
+`load_dataset` is the door of this room; a new dataset is one row of `SOURCES`, or of `ROW_SOURCES`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from twinstep.spec.job import DataSpec
 from twinstep.worker.data.events import DataSchema, Events, Floats, Ints, check_ids
 from twinstep.worker.data.movielens import find_movielens, load_movielens
+from twinstep.worker.data.multi_hot import MultiHotDataset, MultiHotSchema, Rows, make_multi_hot_dataset
 from twinstep.worker.data.samples import Samples, UserLog, make_samples, split_events, user_log
 from twinstep.worker.data.synthetic import make_synthetic
+from twinstep.worker.data.synthetic_clicks import make_clicks
 
 SOURCES: dict[str, Callable[[DataSpec], tuple[Events, DataSchema]]] = {
     "ml-100k": lambda spec: load_movielens(find_movielens()),
@@ -43,12 +45,20 @@ class Dataset:
     eval: Samples
 
 
-def load_dataset(spec: DataSpec) -> Dataset:
+ROW_SOURCES: dict[str, Callable[[DataSpec], tuple[Rows, MultiHotSchema]]] = {
+    "synthetic-clicks": lambda spec: make_clicks(spec.synthetic_events),
+}
+"""Datasets of rows with dense and multi-hot features; keys are `spec.job.DATASETS_OF_ROWS`."""
+
+
+def load_dataset(spec: DataSpec) -> Dataset | MultiHotDataset:
     """Read, split and cut the dataset that `spec` names.
 
     Raises:
         DataError: it is missing or breaks its format, or the split leaves one side empty.
     """
+    if spec.dataset in ROW_SOURCES:
+        return make_multi_hot_dataset(*ROW_SOURCES[spec.dataset](spec), spec)
     events, schema = SOURCES[spec.dataset](spec)
     return make_dataset(events, schema, spec)
 

@@ -64,21 +64,29 @@ class DataSchema:
         Raises:
             DataError: a name is no table, or fewer rows are asked for than the data has.
         """
-        names = {table.name for table in self.tables}
-        for name in rows:
-            if name not in names:
-                raise DataError(
-                    f"data.rows names the table {name!r}, which this dataset does not have",
-                    remedy=f"tables: {', '.join(sorted(names))}",
-                )
-        for table in self.tables:
-            if rows.get(table.name, table.rows) < table.rows:
-                raise DataError(
-                    f"data.rows gives the table {table.name!r} {rows[table.name]} rows, but its ids need {table.rows}",
-                    remedy=f"{table.name}: {table.rows}, or leave it out",
-                )
-        tables = tuple(replace(table, rows=rows.get(table.name, table.rows)) for table in self.tables)
-        return replace(self, tables=tables)
+        return replace(self, tables=enlarged(self.tables, rows))
+
+
+def enlarged(tables: tuple[TableSchema, ...], rows: dict[str, int]) -> tuple[TableSchema, ...]:
+    """Return the tables with those named in `rows` enlarged.
+
+    Raises:
+        DataError: a name is no table, or fewer rows are asked for than the data has.
+    """
+    names = {table.name for table in tables}
+    for name in rows:
+        if name not in names:
+            raise DataError(
+                f"data.rows names the table {name!r}, which this dataset does not have",
+                remedy=f"tables: {', '.join(sorted(names))}",
+            )
+    for table in tables:
+        if rows.get(table.name, table.rows) < table.rows:
+            raise DataError(
+                f"data.rows gives the table {table.name!r} {rows[table.name]} rows, but its ids need {table.rows}",
+                remedy=f"{table.name}: {table.rows}, or leave it out",
+            )
+    return tuple(replace(table, rows=rows.get(table.name, table.rows)) for table in tables)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -19,6 +19,7 @@ from twinstep.worker.data.batch import BATCH_DIMS, Batch, BatchStats
 from twinstep.worker.data.budget import fit_budget
 from twinstep.worker.data.datasets import Dataset
 from twinstep.worker.data.events import Ints
+from twinstep.worker.data.multi_hot import AnyBatch, MultiHotDataset
 from twinstep.worker.data.order import HostShare, SampleOrder
 from twinstep.worker.data.samples import Samples
 
@@ -33,7 +34,9 @@ class Loader:
         share: which part of every batch is this host's.
     """
 
-    def __init__(self, dataset: Dataset, spec: DataSpec, *, seed: int, share: HostShare | None = None) -> None:
+    def __init__(
+        self, dataset: Dataset | MultiHotDataset, spec: DataSpec, *, seed: int, share: HostShare | None = None
+    ) -> None:
         self._dataset = dataset
         self._spec = spec
         self._share = share or HostShare()
@@ -61,29 +64,40 @@ class Loader:
         """
         self._origin = self._order.taken(position)
 
-    def train_batch(self, step: int) -> tuple[Batch, BatchStats]:
+    def train_batch(self, step: int) -> tuple[AnyBatch, BatchStats]:
         """Return training batch number `step`, counted from 0; always full, running on from epoch to epoch."""
         size = self._spec.batch_size
         return self._pack(self._dataset.train, self._order.at(self._origin + step * size, size))
 
-    def train_batches(self, start: int = 0) -> Iterator[tuple[Batch, BatchStats]]:
+    def train_batches(self, start: int = 0) -> Iterator[tuple[AnyBatch, BatchStats]]:
         """Yield training batches from number `start` on, without end."""
         while True:
             yield self.train_batch(start)
             start += 1
 
-    def eval_batches(self) -> Iterator[tuple[Batch, BatchStats]]:
+    def eval_batches(self) -> Iterator[tuple[AnyBatch, BatchStats]]:
         """Yield every held-out sample once, in order of time; the last batch is filled up with dummy rows."""
         size = self._spec.batch_size
         for first in range(0, len(self._dataset.eval), size):
             yield self._pack(self._dataset.eval, np.arange(first, min(first + size, len(self._dataset.eval))))
 
-    def _pack(self, samples: Samples, chosen: Ints) -> tuple[Batch, BatchStats]:
+    def _pack(self, samples: Samples | Ints, chosen: Ints) -> tuple[AnyBatch, BatchStats]:
         """Pack this host's share of the global batch of the samples `chosen` (at most B of them)."""
         begun = time.perf_counter()
-        packed = self._own_rows(samples, chosen) if self._share.layout == "rows" else self._slice(samples, chosen)
+        packed: tuple[AnyBatch, BatchStats]
+        if not isinstance(samples, Samples):
+            packed = self._own_bags(samples[chosen])
+        else:
+            packed = self._own_rows(samples, chosen) if self._share.layout == "rows" else self._slice(samples, chosen)
         batch, stats = packed
         return batch, dataclasses.replace(stats, pack_s=time.perf_counter() - begun)
+
+    def _own_bags(self, rows: Ints) -> tuple[AnyBatch, BatchStats]:
+        """Pack this host's part of rows of dense and multi-hot features; both layouts are the same for them."""
+        assert isinstance(self._dataset, MultiHotDataset)  # noqa: S101
+        block = self._share.block(self._spec.batch_size)
+        first = self._share.host * block
+        return self._dataset.pack(rows[first : first + block], block)
 
     def _slice(self, samples: Samples, chosen: Ints) -> tuple[Batch, BatchStats]:
         """Pack the global batch and take this host's slice of it."""
@@ -108,11 +122,15 @@ class Loader:
     def _n(self, lengths: Ints, counts: Ints) -> torch.Tensor:
         """Return N of rows with these histories and candidates, [] float32; empty rows may be among them."""
         most = int(lengths.max(initial=0)) + int(counts.max(initial=0))
-        return torch.tensor(float(max(1, len(self._dataset.schema.contextual) + most)), dtype=torch.float32)
+        return torch.tensor(float(max(1, len(self._events().schema.contextual) + most)), dtype=torch.float32)
+
+    def _events(self) -> Dataset:
+        assert isinstance(self._dataset, Dataset)  # noqa: S101
+        return self._dataset
 
     def _block(self, samples: Samples, chosen: Ints, asked: Ints, kept: Ints, *, rows: int) -> tuple[Batch, BatchStats]:
         """Build a batch of the samples `chosen`, which keep `kept` of their `asked` events, and of dummies."""
-        data, spec = self._dataset, self._spec
+        data, spec = self._events(), self._spec
         B, U, K, T = rows, spec.uih_len, spec.num_candidates, rows * (spec.uih_budget or spec.uih_len)
         lengths, counts = _fill(kept, B), _fill(samples.cand_end[chosen] - samples.cand_start[chosen], B)
         starts, first_cand = _fill(samples.history_end[chosen] - kept, B), _fill(samples.cand_start[chosen], B)

@@ -52,11 +52,11 @@ class SampleOrder:
     """All training samples in a seeded order, epoch after epoch, without end.
 
     Args:
-        samples: what is gone through.
+        samples: what is gone through; or numbers of rows.
         seed: epochs are permutations drawn from (seed, epoch).
     """
 
-    def __init__(self, samples: Samples, *, seed: int) -> None:
+    def __init__(self, samples: Samples | Ints, *, seed: int) -> None:
         self._count = len(samples)
         self._seed = seed
         self._digest = _digest(samples)
@@ -105,9 +105,10 @@ class SampleOrder:
         return taken
 
 
-def _digest(samples: Samples) -> str:
+def _digest(samples: Samples | Ints) -> str:
     """Return a checksum of who is asked about what; lengths of histories may change within a run."""
     crc = 0
-    for column in (samples.user, samples.cand_start, samples.cand_end):
+    columns = (samples.user, samples.cand_start, samples.cand_end) if isinstance(samples, Samples) else (samples,)
+    for column in columns:
         crc = zlib.crc32(np.ascontiguousarray(column, dtype="<i8").tobytes(), crc)
     return f"{crc:08x}"

@@ -5,12 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-import torch
 
-from twinstep.worker.data.batch import MultiHotBatch
 from twinstep.worker.data.events import DataSchema, Events, FeatureSchema, TableSchema, TaskSchema, make_events
 
 SEED = 20_000
@@ -55,28 +51,3 @@ def make_synthetic(num_events: int) -> tuple[Events, DataSchema]:
         action_bits=STARS,
     )
     return events, schema
-
-
-def make_multi_hot(
-    *, rows: tuple[int, ...], num_dense: int, hot: int, batch_size: int, num_batches: int, seed: int = SEED
-) -> Iterator[MultiHotBatch]:
-    """Yield seeded batches for DLRM: zipf ids in up to `hot` slots per feature, labels that dense features explain.
-
-    Args:
-        rows: rows of each multi-hot feature's table.
-    """
-    generator = np.random.default_rng([seed, *rows])
-    direction = generator.normal(size=num_dense)
-    for _ in range(num_batches):
-        dense = generator.normal(size=(batch_size, num_dense))
-        ranks = generator.zipf(1 + ZIPF_EXPONENT, size=(batch_size, len(rows), hot))
-        ids = (ranks - 1) % np.array(rows)[None, :, None]
-        valid = np.arange(hot) < generator.integers(0, hot + 1, size=(batch_size, len(rows), 1))
-        chance = 1 / (1 + np.exp(-(dense @ direction + (ids[:, 0, 0] % 2) - 0.5)))
-        yield MultiHotBatch(
-            dense=torch.from_numpy(dense.astype(np.float32)),
-            ids=torch.from_numpy(np.where(valid, ids, 0).astype(np.int64)),
-            valid=torch.from_numpy(valid),
-            labels=torch.from_numpy((generator.random(batch_size) < chance).astype(np.float32)),
-            weights=torch.ones(batch_size),
-        )

@@ -93,17 +93,30 @@ class DLRMv3Config:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BagConfig:
+    """One multi-hot feature: a bag of ids, summed."""
+
+    name: str
+    table: str
+    max_ids: int = 1
+    """Id slots of a row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DLRMConfig:
     """One DLRM."""
 
     num_dense: int
     """N: dense features of a row."""
     tables: tuple[TableConfig, ...]
-    """One per multi-hot feature, in the order of the batch; all of one width."""
+    """All of one width."""
+    features: tuple[BagConfig, ...]
+    """Multi-hot features, in the order of the batch."""
+    tasks: tuple[TaskConfig, ...]
     bottom_dims: tuple[int, ...] = (512, 256)
     """Hidden widths of the MLP over dense features; its last layer has the tables' width."""
-    top_dims: tuple[int, ...] = (512, 256)
-    """Hidden widths of the MLP over the interaction; its last layer gives the logit."""
+    over_dims: tuple[int, ...] = (512, 256)
+    """Hidden widths of the over-arch, the MLP over the interaction; its last layer gives one logit per task."""
     interaction: Literal["dot", "dcn"] = "dot"
     """`dot`: dot products of all pairs of vectors; `dcn`: DCN-v2's low-rank cross layers."""
     num_cross_layers: int = 3

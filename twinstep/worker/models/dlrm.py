@@ -1,11 +1,10 @@
 """DLRM: dense features and multi-hot tables, crossed by dot products (Naumov et al. 2019, arXiv:1906.00091) or by
 DCN-v2's low-rank cross layers (Wang et al. 2020, arXiv:2008.13535), as MLPerf's DLRM-DCNv2 has them.
 
-Multi-hot features have static shapes: H id slots and a mask, summed; offsets into a flat list would make shapes
-depend on data, which no compiled step can hold.
+A multi-hot feature is a bag: as many id slots per row as the feature may have, looked up and summed.
 
-# Shapes: B rows, N dense features, F multi-hot features, H id slots of a feature, E embedding width,
-# V = F + 1 vectors (the dense one first), P = V*(V-1)/2 pairs, D = V*E, R cross rank.
+# Shapes: B rows, N dense features, F multi-hot features, S id slots of a row over all features, E embedding width,
+# V = F + 1 vectors (the dense one first), P = V*(V-1)/2 pairs, D = V*E, R cross rank, Q tasks.
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twinstep.worker.data.batch import MultiHotBatch
+from twinstep.worker.data.multi_hot import MultiHotBatch
 from twinstep.worker.embedding.collection import EmbeddingCollection
 from twinstep.worker.models.config import DLRMConfig
-from twinstep.worker.models.dlrmv3 import ModelOutput
+from twinstep.worker.models.heads import ModelOutput, count_binary, task_losses
 from twinstep.worker.models.layers import Linear
 
 
 class DLRM(nn.Module):
-    """Bottom MLP and summed tables → interaction → top MLP → one logit; binary cross-entropy."""
+    """Bottom MLP and summed bags → interaction → over-arch → one logit or prediction per task."""
 
     def __init__(self, config: DLRMConfig) -> None:
         """Make the module, its matrices and tables uninitialised: `init_dlrm` fills them.
@@ -35,8 +33,9 @@ class DLRM(nn.Module):
         super().__init__()
         dims = {table.dim for table in config.tables}
         assert len(dims) == 1, "all tables of a DLRM have one width"  # noqa: S101
-        dim, num_vectors = dims.pop(), len(config.tables) + 1
+        dim, num_vectors = dims.pop(), len(config.features) + 1
         self.config = config
+        self._num_binary = count_binary(config.tasks)
         self._embedding_collection = EmbeddingCollection({t.name: (t.rows, t.dim) for t in config.tables})
         self._bottom = relu_mlp((config.num_dense, *config.bottom_dims, dim), last=True)
         self._interaction: DotInteraction | LowRankCross
@@ -46,20 +45,39 @@ class DLRM(nn.Module):
         else:
             out_dim = num_vectors * dim
             self._interaction = LowRankCross(out_dim, rank=config.cross_rank, num_layers=config.num_cross_layers)
-        self._top = relu_mlp((out_dim, *config.top_dims, 1), last=False)
+        self._over = relu_mlp((out_dim, *config.over_dims, len(config.tasks)), last=False)
 
     def forward(self, batch: MultiHotBatch) -> ModelOutput:
-        """Return the loss (mean over weighed rows) and the logits, [1, B, 1]."""
-        dense_BE = self._bottom(batch.dense)
-        pooled = [
-            self._embedding_collection(table.name, batch.ids[:, f], batch.valid[:, f]).sum(dim=1)
-            for f, table in enumerate(self.config.tables)
-        ]
-        vectors_BVE = torch.stack((dense_BE, *pooled), dim=1)
-        logits_B = self._top(self._interaction(vectors_BVE)).squeeze(1)
-        losses_B = F.binary_cross_entropy_with_logits(logits_B, batch.labels, reduction="none")
-        loss = torch.where(batch.weights > 0, losses_B * batch.weights, 0.0).sum() / batch.weights.sum().clamp(min=1.0)
-        return ModelOutput(loss=loss, task_losses=loss.reshape(1), logits=logits_B.reshape(1, -1, 1))
+        """Return the loss (each task's mean over weighed rows, summed) and the logits, [Q, B, 1]."""
+        vectors_BVE = torch.stack((self._bottom(batch.dense), *self._bags(batch)), dim=1)
+        logits_QB = self._over(self._interaction(vectors_BVE)).t()
+        losses_Q = task_losses(
+            logits_QB, batch.labels.flatten(1), batch.weights.flatten(1), num_binary=self._num_binary
+        )
+        return ModelOutput(loss=losses_Q.sum(), task_losses=losses_Q, logits=logits_QB.reshape(batch.labels.shape))
+
+    def _bags(self, batch: MultiHotBatch) -> list[Tensor]:
+        """Return each feature's sum of rows, F tensors [B, E]; a table is looked up once, for all its features."""
+        features = self.config.features
+        ids = torch.split(batch.ids, [feature.max_ids for feature in features], dim=1)
+        bags: list[Tensor | None] = [None] * len(features)
+        for table in self.config.tables:
+            own = [f for f, feature in enumerate(features) if feature.table == table.name]
+            if not own:
+                continue
+            valid = [_below(batch.lengths[:, f], features[f].max_ids) for f in own]
+            rows_BSE = self._embedding_collection(
+                table.name, torch.cat([ids[f] for f in own], dim=1), torch.cat(valid, dim=1)
+            )
+            parts = torch.split(rows_BSE, [features[f].max_ids for f in own], dim=1)
+            for f, part in zip(own, parts, strict=True):
+                bags[f] = part.sum(dim=1)
+        return [bag for bag in bags if bag is not None]
+
+
+def _below(lengths_B: Tensor, slots: int) -> Tensor:
+    """Return which of `slots` slots hold an id, [B, slots] bool."""
+    return torch.arange(slots, device=lengths_B.device).unsqueeze(0) < lengths_B.unsqueeze(1)
 
 
 class DotInteraction(nn.Module):

@@ -9,32 +9,19 @@ value. Parameter names are those of the public model, so that its weights can be
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from twinstep.worker.data.batch import Batch
 from twinstep.worker.embedding.collection import EmbeddingCollection
 from twinstep.worker.models.config import DLRMv3Config
-from twinstep.worker.models.heads import MultitaskModule
+from twinstep.worker.models.heads import ModelOutput, MultitaskModule
 from twinstep.worker.models.layers import dropout, mlp
 from twinstep.worker.models.layout import Layout
 from twinstep.worker.models.positional import HSTUPositionalEncoder, positions
 from twinstep.worker.models.postprocessor import TimestampLayerNormPostprocessor
 from twinstep.worker.models.preprocessor import ContextualPreprocessor
 from twinstep.worker.models.stu import STUStack
-
-
-class ModelOutput(NamedTuple):
-    """What a model returns for a batch."""
-
-    loss: Tensor
-    """[] float32: sum of the task losses."""
-    task_losses: Tensor
-    """[Q] float32."""
-    logits: Tensor
-    """[Q, B, K] float32: logits of binary tasks, predictions of regressions; of no meaning in empty slots."""
 
 
 class HSTUTransducer(nn.Module):

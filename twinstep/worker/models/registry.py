@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.model import DLRMSpec, DLRMv3Spec
 from twinstep.worker.data.events import DataSchema
+from twinstep.worker.data.multi_hot import AnySchema, MultiHotSchema
 from twinstep.worker.models.config import (
+    BagConfig,
     ContextualConfig,
+    DLRMConfig,
     DLRMv3Config,
     ItemFeatureConfig,
     STUConfig,
     TableConfig,
     TaskConfig,
 )
+from twinstep.worker.models.dlrm import DLRM, init_dlrm
 from twinstep.worker.models.dlrmv3 import DLRMv3
 from twinstep.worker.models.init import init_dlrmv3
 
@@ -27,7 +32,7 @@ GIB = 2**30
 COPIES = 2  # of a table, at the least: the weights and their dense gradient
 
 
-def build_model(spec: JobSpec, schema: DataSchema) -> nn.Module:
+def build_model(spec: JobSpec, schema: AnySchema) -> nn.Module:
     """Return the model that `spec` asks for, filled from `spec.train.seed`; `model(batch)` gives a ModelOutput.
 
     The same spec and schema give the same bits; torch's own generator is left alone.
@@ -38,7 +43,7 @@ def build_model(spec: JobSpec, schema: DataSchema) -> nn.Module:
     return MODELS[spec.model.kind](spec, schema)
 
 
-def build_meta_model(spec: JobSpec, schema: DataSchema) -> nn.Module:
+def build_meta_model(spec: JobSpec, schema: AnySchema) -> nn.Module:
     """Return the model that `spec` asks for on the meta device: names, shapes and dtypes, no values."""
     with torch.device("meta"):
         return MODELS[spec.model.kind](spec, schema)
@@ -47,6 +52,7 @@ def build_meta_model(spec: JobSpec, schema: DataSchema) -> nn.Module:
 def dlrmv3_config(spec: JobSpec, schema: DataSchema) -> DLRMv3Config:
     """Return the configuration of DLRMv3 that a spec and a schema describe."""
     model = spec.model
+    assert isinstance(model, DLRMv3Spec)  # noqa: S101
     longest = len(schema.contextual) + spec.data.uih_len + 1
     return DLRMv3Config(
         tables=tuple(TableConfig(name=t.name, rows=t.rows, dim=model.embedding_dim) for t in schema.tables),
@@ -70,27 +76,56 @@ def dlrmv3_config(spec: JobSpec, schema: DataSchema) -> DLRMv3Config:
     )
 
 
-def _build_dlrmv3(spec: JobSpec, schema: DataSchema) -> nn.Module:
+def dlrm_config(spec: JobSpec, schema: MultiHotSchema) -> DLRMConfig:
+    """Return the configuration of DLRM that a spec and a schema describe."""
+    model = spec.model
+    assert isinstance(model, DLRMSpec)  # noqa: S101
+    return DLRMConfig(
+        num_dense=len(schema.dense),
+        tables=tuple(TableConfig(name=t.name, rows=t.rows, dim=model.embedding_dim) for t in schema.tables),
+        features=tuple(BagConfig(name=f.name, table=f.table, max_ids=f.max_ids) for f in schema.features),
+        tasks=tuple(TaskConfig(name=task.name, kind=task.kind) for task in schema.tasks),
+        bottom_dims=model.bottom_dims,
+        over_dims=model.over_dims,
+        interaction=model.interaction,
+        num_cross_layers=model.num_cross_layers,
+        cross_rank=model.cross_rank,
+    )
+
+
+def _build_dlrmv3(spec: JobSpec, schema: AnySchema) -> nn.Module:
+    assert isinstance(schema, DataSchema)  # noqa: S101  a spec's validation saw to it
     config = dlrmv3_config(spec, schema)
     if torch.get_default_device().type == "meta":
         return DLRMv3(config)
-    _check_memory(config)
+    _check_memory(config.tables)
     model = DLRMv3(config)
     generator = torch.Generator().manual_seed(spec.train.seed)
     init_dlrmv3(model, table_std=spec.embedding.init_std, generator=generator)
     return model
 
 
-def _check_memory(config: DLRMv3Config) -> None:
+def _build_dlrm(spec: JobSpec, schema: AnySchema) -> nn.Module:
+    assert isinstance(schema, MultiHotSchema)  # noqa: S101  a spec's validation saw to it
+    config = dlrm_config(spec, schema)
+    if torch.get_default_device().type == "meta":
+        return DLRM(config)
+    _check_memory(config.tables)
+    model = DLRM(config)
+    init_dlrm(model, generator=torch.Generator().manual_seed(spec.train.seed))
+    return model
+
+
+def _check_memory(tables: Sequence[TableConfig]) -> None:
     """Refuse tables larger than memory before the system kills the process for them."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = COPIES * sum(table.rows * table.dim * 4 for table in config.tables)
+    needed = COPIES * sum(table.rows * table.dim * 4 for table in tables)
     if needed > memory:
-        largest = max(config.tables, key=lambda table: table.rows)
+        largest = max(tables, key=lambda table: table.rows)
         raise TrainError(
             f"the tables and their gradients take {needed / GIB:.1f} GiB, this machine has {memory / GIB:.1f} GiB",
             remedy=f"lower data.rows.{largest.name} ({largest.rows:,} rows) or model.embedding_dim ({largest.dim})",
         )
 
 
-MODELS: dict[str, Callable[[JobSpec, DataSchema], nn.Module]] = {"dlrmv3": _build_dlrmv3}
+MODELS: dict[str, Callable[[JobSpec, AnySchema], nn.Module]] = {"dlrmv3": _build_dlrmv3, "dlrm": _build_dlrm}

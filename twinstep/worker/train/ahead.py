@@ -24,6 +24,7 @@ from twinstep.worker.compile.aot import Ahead, check_divides, compile_ahead, nee
 from twinstep.worker.compile.aot_report import AotReport, Effort
 from twinstep.worker.data.batch import meta_batch
 from twinstep.worker.data.datasets import load_dataset
+from twinstep.worker.data.multi_hot import MultiHotSchema, meta_multi_hot
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_meta_model
 from twinstep.worker.train.asked import strategies_of
@@ -141,7 +142,7 @@ def compile_here(
         make_train_step(clip_norm=spec.train.clip_norm),
         model,
         build_optimizers(spec.optimizers, model),
-        meta_batch(schema, spec.data),
+        meta_multi_hot(schema, spec.data) if isinstance(schema, MultiHotSchema) else meta_batch(schema, spec.data),
         topology=topology,
         strategies=strategies_of(spec.compile) if strategies is None else strategies,
         batch_size=spec.data.batch_size,

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from twinstep.spec.errors import TrainError
-from twinstep.worker.data.events import DataSchema
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.metrics import BinaryMetrics, BinaryScores
+from twinstep.worker.data.multi_hot import AnySchema
 from twinstep.worker.data.prefetch import Prefetch
 from twinstep.worker.train.stop import StopSignal
 
@@ -40,7 +40,7 @@ class Scores:
 
 
 def evaluate(
-    model: nn.Module, loader: Loader, schema: DataSchema, *, max_batches: int | None, stop: StopSignal
+    model: nn.Module, loader: Loader, schema: AnySchema, *, max_batches: int | None, stop: StopSignal
 ) -> Scores | None:
     """Score the held-out part in order of time; the model is put back into the mode it was in.
 

@@ -35,6 +35,7 @@ def look_at(spec: JobSpec, *, backend: Literal["inductor", "xla"] | None = None)
     from twinstep.worker.data.batch import BATCH_DIMS
     from twinstep.worker.data.datasets import load_dataset
     from twinstep.worker.data.loader import Loader
+    from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS
     from twinstep.worker.embedding.optim import build_optimizers
     from twinstep.worker.models.registry import build_model
     from twinstep.worker.train.asked import strategies_of
@@ -51,7 +52,7 @@ def look_at(spec: JobSpec, *, backend: Literal["inductor", "xla"] | None = None)
         model,
         build_optimizers(spec.optimizers, model),
         backend=chosen.backend,
-        batch_dims=BATCH_DIMS,
+        batch_dims=BATCH_DIMS | MULTI_HOT_DIMS,
         mesh=mesh_axes(spec),
         strategies=strategies_of(chosen),
     )

@@ -16,9 +16,10 @@ from twinstep.spec.job import JobSpec
 from twinstep.spec.report import BaselineScore, RunSummary
 from twinstep.worker.compile import CompileEvent, CompileWarning, Runner, StepCompiler
 from twinstep.worker.data.baselines import baseline_aucs
-from twinstep.worker.data.batch import BATCH_DIMS, Batch, BatchStats
+from twinstep.worker.data.batch import BATCH_DIMS, BatchStats
 from twinstep.worker.data.datasets import load_dataset
 from twinstep.worker.data.loader import Loader
+from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch
 from twinstep.worker.data.prefetch import Prefetch
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_model
@@ -65,7 +66,7 @@ class Trainer:
             self._model,
             self._optimizers,
             backend=spec.compile.backend,
-            batch_dims=BATCH_DIMS,
+            batch_dims=BATCH_DIMS | MULTI_HOT_DIMS,
             mesh=mesh_axes(spec),
             strategies=strategies_of(spec.compile),
             cache_dir=cache_directory(spec),
@@ -116,7 +117,7 @@ class Trainer:
                 remedy="raise runtime.max_seconds, or lower train.steps",
             )
 
-    def _one_step(self, batch: Batch, stats: BatchStats, *, waited: float) -> None:
+    def _one_step(self, batch: AnyBatch, stats: BatchStats, *, waited: float) -> None:
         started, compiled = time.perf_counter(), self._compiler.compile_seconds
         try:
             program = self._compiler.program(batch, sizes=self._sizes)

@@ -1,0 +1,62 @@
+"""Seeded synthetic clicks in the form of the Criteo data: dense counts, bags of zipf ids, a label they both explain.
+
+`datasets.py` calls `make_clicks`. Pure: the same arguments give the same rows on any machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from twinstep.worker.data.events import TableSchema, TaskSchema
+from twinstep.worker.data.multi_hot import MultiHotFeature, MultiHotSchema, Rows
+
+SEED = 20_001
+NUM_DENSE = 13  # as the Criteo data has
+TABLE_ROWS = (2000, 1500, 1000, 800, 600, 500, 400, 300, 250, 200, 150, 100, 90, 80, 70, 60, 50, 40, 30, 20, 15, 10,
+              8, 5, 4, 3)  # fmt: skip
+MAX_IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 10, 7, 10, 3, 1, 1)
+"""Most ids of a bag by feature: the sizes of MLPerf's multi-hot Criteo data, cut to 12."""
+ZIPF_EXPONENT = 1.1
+TASTE = 0.5  # standard deviation of what an id adds to the score
+
+
+def make_clicks(
+    num_rows: int,
+    *,
+    table_rows: tuple[int, ...] = TABLE_ROWS,
+    max_ids: tuple[int, ...] = MAX_IDS,
+    num_dense: int = NUM_DENSE,
+) -> tuple[Rows, MultiHotSchema]:
+    """Return `num_rows` rows of `num_dense` dense features and one bag of 0 to `max_ids` ids per table."""
+    rng = np.random.default_rng([SEED, num_rows, num_dense, *table_rows])
+    counts = rng.lognormal(mean=1.0, sigma=1.0, size=(num_rows, num_dense))
+    dense = np.log1p(np.floor(counts))  # as Criteo's integers are read
+    score = (dense - dense.mean(0)) @ rng.normal(size=num_dense) / np.sqrt(num_dense)
+    values, offsets = [], []
+    for rows, most in zip(table_rows, max_ids, strict=True):
+        length = rng.integers(0, most + 1, size=num_rows)
+        popularity = 1.0 / np.arange(1, rows + 1) ** ZIPF_EXPONENT
+        ids = rng.choice(rows, int(length.sum()), p=popularity / popularity.sum()).astype(np.int64)
+        taste = rng.normal(scale=TASTE, size=rows)
+        score += np.bincount(np.repeat(np.arange(num_rows), length), weights=taste[ids], minlength=num_rows) / (
+            np.sqrt(len(table_rows) * most)
+        )
+        values.append(ids)
+        offsets.append(np.concatenate(([0], np.cumsum(length))).astype(np.int64))
+    clicked = rng.random(num_rows) < 1 / (1 + np.exp(1.0 - 2.0 * score))
+    names = [f"cat_{index}" for index in range(len(table_rows))]
+    schema = MultiHotSchema(
+        tables=tuple(TableSchema(name=name, rows=rows) for name, rows in zip(names, table_rows, strict=True)),
+        dense=tuple(f"int_{index}" for index in range(num_dense)),
+        features=tuple(
+            MultiHotFeature(name=name, table=name, max_ids=most) for name, most in zip(names, max_ids, strict=True)
+        ),
+        tasks=(TaskSchema(name="clicked"),),
+    )
+    rows_at_hand = Rows(
+        dense=dense.astype(np.float32),
+        values=tuple(values),
+        offsets=tuple(offsets),
+        labels=clicked.astype(np.float32)[None],
+    )
+    return rows_at_hand, schema
