@@ -64,43 +64,6 @@ class Cursor:
         return cls(numbers[0], numbers[1], run_id, numbers[2])
 
 
-def begin(
-    request: Request,
-    service: Asked,
-    job_id: str,
-    kinds: Annotated[list[Kind] | None, Query(description="Only messages of these kinds; `end` always comes.")] = None,
-    last_event_id: Annotated[str | None, Header(description="Id of the last message seen.")] = None,
-) -> Follower:
-    """Return a follower at its place; what is wrong is told before the stream opens."""
-    job = service.get_job(job_id)
-    cursor = Cursor.parse(last_event_id) if last_event_id else Cursor()
-    return Follower(service, job, cursor, frozenset(kinds or KINDS), still_reads(request, job.id))
-
-
-@router.get(
-    "/jobs/{job_id}/stream", response_class=EventSourceResponse, responses=responses(404), summary="Follow a job"
-)
-async def stream(service: Asked, follower: Annotated[Follower, Depends(begin)]) -> AsyncIterator[ServerSentEvent]:
-    """Send `state` (the job without its spec, whenever it changes), `event`, `metrics`, `log`, and `end` at the end.
-
-    A reader that comes back with `Last-Event-ID` goes on where it was. A stream that closes without `end` wants to be
-    taken up again.
-    """
-    yield ServerSentEvent(comment="following", retry=1000)
-    while not service.closing.is_set():
-        if follower.idle():
-            await asyncio.sleep(service.settings.stream_seconds)
-            continue
-        try:
-            messages = await run_in_threadpool(follower.look)
-        except UnavailableError:
-            return  # the database is away: whoever comes back is told so, and goes on from its place later
-        for message in messages:
-            yield message
-        if follower.ended:
-            return
-
-
 class Follower:
     """One reader's place in a job."""
 
@@ -182,3 +145,41 @@ class Follower:
             if part.next_offset > part.offset:
                 self._cursor = replace(self._cursor, offset=part.next_offset)
                 yield self._message("log", part)
+
+
+# After the class it names, which FastAPI looks up when the route is made.
+def begin(
+    request: Request,
+    service: Asked,
+    job_id: str,
+    kinds: Annotated[list[Kind] | None, Query(description="Only messages of these kinds; `end` always comes.")] = None,
+    last_event_id: Annotated[str | None, Header(description="Id of the last message seen.")] = None,
+) -> Follower:
+    """Return a follower at its place; what is wrong is told before the stream opens."""
+    job = service.get_job(job_id)
+    cursor = Cursor.parse(last_event_id) if last_event_id else Cursor()
+    return Follower(service, job, cursor, frozenset(kinds or KINDS), still_reads(request, job.id))
+
+
+@router.get(
+    "/jobs/{job_id}/stream", response_class=EventSourceResponse, responses=responses(404), summary="Follow a job"
+)
+async def stream(service: Asked, follower: Annotated[Follower, Depends(begin)]) -> AsyncIterator[ServerSentEvent]:
+    """Send `state` (the job without its spec, whenever it changes), `event`, `metrics`, `log`, and `end` at the end.
+
+    A reader that comes back with `Last-Event-ID` goes on where it was. A stream that closes without `end` wants to be
+    taken up again.
+    """
+    yield ServerSentEvent(comment="following", retry=1000)
+    while not service.closing.is_set():
+        if follower.idle():
+            await asyncio.sleep(service.settings.stream_seconds)
+            continue
+        try:
+            messages = await run_in_threadpool(follower.look)
+        except UnavailableError:
+            return  # the database is away: whoever comes back is told so, and goes on from its place later
+        for message in messages:
+            yield message
+        if follower.ended:
+            return
