@@ -34,6 +34,9 @@ RULES = (
         "data.dataset",
         f"`{'`, `'.join(DATASETS_OF_ROWS)}` with `model.kind: dlrm` and no other, which has the first by default",
     ),
+    ("data.path", "required with `dataset: ml-1m`, `ml-20m`, `kuairand-1k`; other datasets refuse it"),
+    ("data.tasks", "each once; one of the dataset's: `docs/howto/bring-your-data.md` lists them"),
+    ("data.features", "each once; one of the dataset's"),
     ("data.uih_budget", "at most `data.uih_len`: no history could fill a larger one"),
     *(
         (f"optimizers.*.{name}", f"another value than the default with `kind: {'`, `'.join(kinds)}` only")
@@ -68,6 +71,12 @@ EVENTS = (
     ("resume_requested", "user", "Somebody asked for a suspended run to go on.", ""),
     ("cancel_requested", "user", "Somebody asked for the job to stop.", ""),
     ("started", "worker", "The worker process is up; nothing is loaded yet.", "`versions`, `pid`, `threads`"),
+    (
+        "rows_left_out",
+        "worker",
+        "Rows of the dataset broke their format and were left out (data.on_bad_row: skip).",
+        "`count`, `kept`, `first`",
+    ),
     (
         "compiled",
         "worker",

@@ -18,6 +18,10 @@ from twinstep.spec.model import DLRMv3Spec, Model
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_MAX = 40  # leaves room for the suffixes that JobSet and Ray add to a 63-character DNS label
 TableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
+DatasetName = Literal["ml-100k", "ml-1m", "ml-20m", "kuairand-1k", "synthetic", "synthetic-clicks"]
+DATASETS_OF_FILES = ("ml-1m", "ml-20m", "kuairand-1k")
+"""Datasets that are read from `data.path`; the others need no files of the user's."""
+DataPath = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 
 
 class SplitSpec(Spec):
@@ -32,9 +36,18 @@ class SplitSpec(Spec):
 class DataSpec(Spec):
     """Which data, and how it becomes batches."""
 
-    dataset: Literal["ml-100k", "synthetic", "synthetic-clicks"] = "ml-100k"
-    """`ml-100k`: MovieLens-100K from the installed recbole distribution; `synthetic`: seeded histories of zipf ids;
-    `synthetic-clicks`: seeded rows of dense and multi-hot features, in the form of the Criteo data, for `dlrm`."""
+    dataset: DatasetName = "ml-100k"
+    """`ml-100k`: MovieLens-100K from the installed recbole distribution; `ml-1m`, `ml-20m`, `kuairand-1k`: files as
+    published, below `path`; `synthetic`: seeded histories of zipf ids; `synthetic-clicks`: seeded rows of dense and
+    multi-hot features, in the form of the Criteo data, for `dlrm`."""
+    path: Annotated[DataPath | None, Field(validate_default=True)] = None
+    """Folder of the dataset's files: a local path or an fsspec URI; for datasets that are not shipped."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that breaks its format: `error` names it and ends the run; `skip` leaves it out and reports a count."""
+    tasks: tuple[TableName, ...] | None = None
+    """What is predicted, of the dataset's tasks; null: all its binary ones."""
+    features: tuple[TableName, ...] | None = None
+    """Features that the model sees, of the dataset's; null: all. The item's own id is always one."""
     split: SplitSpec = SplitSpec()
     """Training and held-out events."""
     label_threshold: Annotated[Number, Field(ge=0)] = 4.0
@@ -51,6 +64,34 @@ class DataSpec(Spec):
     """Rows of a table by name, where more are wanted than the dataset needs."""
     synthetic_events: Annotated[StrictInt, Field(ge=100, le=10_000_000)] = 20_000
     """Events, or rows, of a synthetic dataset; other datasets ignore it."""
+
+    @field_validator("path")
+    @classmethod
+    def _path_is_needed(cls, value: str | None, info: ValidationInfo) -> str | None:
+        dataset = info.data.get("dataset")  # not there where it is not valid itself
+        if value is None and dataset in DATASETS_OF_FILES:
+            allowed = "a folder or fsspec URI that holds the files"
+            said = {"dataset": dataset, "allowed": allowed, "nearest": f"data/{dataset}"}
+            raise PydanticCustomError("between_fields", "is required with dataset: {dataset}", said)
+        if value is not None and dataset is not None and dataset not in DATASETS_OF_FILES:
+            said = {"dataset": dataset, "allowed": "null", "nearest": None}
+            raise PydanticCustomError("between_fields", "has no effect with dataset: {dataset}", said)
+        return value
+
+    @field_validator("tasks", "features")
+    @classmethod
+    def _named_once(cls, value: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        if value is not None and info.data.get("dataset") in DATASETS_OF_ROWS:
+            said = {"dataset": info.data["dataset"], "allowed": "null", "nearest": None}
+            raise PydanticCustomError("between_fields", "has no effect with dataset: {dataset}", said)
+        if value is not None and (not value or len(set(value)) < len(value)):
+            once = list(dict.fromkeys(value)) or None
+            raise PydanticCustomError(
+                "between_fields",
+                "names one twice" if value else "is empty",
+                {"allowed": "each once, or null for all", "nearest": once},
+            )
+        return value
 
     # A rule between fields stands at the field to be changed, after the field it looks at: the error then names it.
     @field_validator("uih_budget")

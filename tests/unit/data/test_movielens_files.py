@@ -10,8 +10,11 @@ import pytest
 
 from twinstep.spec.errors import DataError
 from twinstep.spec.job import DataSpec
+from twinstep.worker.data.badrows import BadRows
 from twinstep.worker.data.datasets import load_dataset
-from twinstep.worker.data.movielens import find_movielens, load_movielens
+from twinstep.worker.data.events import DataSchema, Events
+from twinstep.worker.data.files import open_folder
+from twinstep.worker.data.movielens import find_ml_100k, read_ml_100k
 
 FILES = {
     "ml-100k.inter": "user_id:token\titem_id:token\trating:float\ttimestamp:float\n10\t3\t4\t50\n2\t3\t1\t40\n",
@@ -27,6 +30,10 @@ def folder_with(path: Path, **changed: str) -> Path:
     for name, text in FILES.items():
         (path / name).write_text(changed.get(name.partition(".")[2], text), encoding="utf-8")
     return path
+
+
+def load_movielens(folder: Path) -> tuple[Events, DataSchema]:
+    return read_ml_100k(open_folder(str(folder)), BadRows())
 
 
 def test_the_installed_data_has_its_known_counts() -> None:
@@ -94,7 +101,7 @@ def test_without_recbole_the_remedy_is_one_pip_line(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(metadata, "distribution", absent)
     with pytest.raises(DataError, match="not installed") as error:
-        find_movielens()
+        find_ml_100k()
     assert error.value.remedy == "pip install --no-deps recbole==1.2.1"
 
 

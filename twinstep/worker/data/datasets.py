@@ -12,16 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinstep.spec.job import DataSpec
-from twinstep.worker.data.events import DataSchema, Events, Floats, Ints, check_ids
-from twinstep.worker.data.movielens import find_movielens, load_movielens
+from twinstep.worker.data.badrows import BadRows
+from twinstep.worker.data.events import DataSchema, Events, Floats, Ints, check_ids, select_features, task_labels
+from twinstep.worker.data.files import open_folder
+from twinstep.worker.data.kuairand import read_kuairand
+from twinstep.worker.data.movielens import find_ml_100k, read_ml_1m, read_ml_20m, read_ml_100k
 from twinstep.worker.data.multi_hot import MultiHotDataset, MultiHotSchema, Rows, make_multi_hot_dataset
 from twinstep.worker.data.samples import Samples, UserLog, make_samples, split_events, user_log
 from twinstep.worker.data.synthetic import make_synthetic
 from twinstep.worker.data.synthetic_clicks import make_clicks
 
-SOURCES: dict[str, Callable[[DataSpec], tuple[Events, DataSchema]]] = {
-    "ml-100k": lambda spec: load_movielens(find_movielens()),
-    "synthetic": lambda spec: make_synthetic(spec.synthetic_events),
+Source = Callable[[DataSpec, BadRows], tuple[Events, DataSchema]]
+SOURCES: dict[str, Source] = {
+    "ml-100k": lambda spec, bad: read_ml_100k(find_ml_100k(), bad),
+    "ml-1m": lambda spec, bad: read_ml_1m(open_folder(spec.path or ""), bad),
+    "ml-20m": lambda spec, bad: read_ml_20m(open_folder(spec.path or ""), bad),
+    "kuairand-1k": lambda spec, bad: read_kuairand(open_folder(spec.path or ""), bad),
+    "synthetic": lambda spec, bad: make_synthetic(spec.synthetic_events),
 }
 
 
@@ -39,14 +46,16 @@ class Dataset:
     labels: Floats
     """[Q, E] float32."""
     actions: Ints
-    """[E] int64: action words; bit s - 1 is set for a rating of s stars, so a history carries its ratings."""
+    """[E] int64: action words of the events."""
     log: UserLog
     train: Samples
     eval: Samples
+    left_out: BadRows
+    """Rows that broke their format, where `data.on_bad_row` is `skip`."""
 
 
-ROW_SOURCES: dict[str, Callable[[DataSpec], tuple[Rows, MultiHotSchema]]] = {
-    "synthetic-clicks": lambda spec: make_clicks(spec.synthetic_events),
+ROW_SOURCES: dict[str, Callable[[DataSpec, BadRows], tuple[Rows, MultiHotSchema]]] = {
+    "synthetic-clicks": lambda spec, bad: make_clicks(spec.synthetic_events),
 }
 """Datasets of rows with dense and multi-hot features; keys are `spec.job.DATASETS_OF_ROWS`."""
 
@@ -57,23 +66,25 @@ def load_dataset(spec: DataSpec) -> Dataset | MultiHotDataset:
     Raises:
         DataError: it is missing or breaks its format, or the split leaves one side empty.
     """
+    bad = BadRows(policy=spec.on_bad_row)
     if spec.dataset in ROW_SOURCES:
-        return make_multi_hot_dataset(*ROW_SOURCES[spec.dataset](spec), spec)
-    events, schema = SOURCES[spec.dataset](spec)
-    return make_dataset(events, schema, spec)
+        return make_multi_hot_dataset(*ROW_SOURCES[spec.dataset](spec, bad), spec, left_out=bad)
+    events, schema = SOURCES[spec.dataset](spec, bad)
+    return make_dataset(events, schema, spec, left_out=bad)
 
 
-def make_dataset(events: Events, schema: DataSchema, spec: DataSpec) -> Dataset:
+def make_dataset(events: Events, schema: DataSchema, spec: DataSpec, *, left_out: BadRows | None = None) -> Dataset:
     """Split and cut events that are at hand; `load_dataset` without the reading.
 
     Raises:
-        DataError: an id lies outside its table, or the split leaves one side empty.
+        DataError: a task, feature or table is none of the dataset's, an id lies outside its table, or the split
+            leaves one side empty.
     """
+    events, schema = select_features(events, schema.with_tasks(spec.tasks), spec.features)
     schema = schema.with_rows(spec.rows)
     check_ids(events, schema, source=spec.dataset)
     held_out = split_events(events, spec.split)
     log = user_log(events, held_out)
-    stars = np.clip(np.round(events.rating).astype(np.int64), 1, schema.action_bits)
     train, held = (
         make_samples(events, log, held_out=side, num_candidates=spec.num_candidates, uih_len=spec.uih_len)
         for side in (False, True)
@@ -83,9 +94,10 @@ def make_dataset(events: Events, schema: DataSchema, spec: DataSpec) -> Dataset:
         events=events,
         schema=schema,
         held_out=held_out,
-        labels=(events.rating >= spec.label_threshold).astype(np.float32)[None],
-        actions=np.left_shift(1, stars - 1),
+        labels=task_labels(events, schema, threshold=spec.label_threshold),
+        actions=events.actions,
         log=log,
         train=train,
         eval=held,
+        left_out=BadRows() if left_out is None else left_out,
     )

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from twinstep.spec.errors import DataError
 from twinstep.spec.job import DataSpec
+from twinstep.worker.data.badrows import BadRows
 from twinstep.worker.data.batch import Batch, BatchStats
 from twinstep.worker.data.events import DataSchema, Floats, Ints, TableSchema, TaskSchema, enlarged
 
@@ -114,6 +115,8 @@ class MultiHotDataset:
     """[number of training rows] int64: positions in `rows`."""
     eval: Ints
     """The same of held-out rows, the newest ones."""
+    left_out: BadRows
+    """Rows that broke their format, where `data.on_bad_row` is `skip`."""
 
     def pack(self, chosen: Ints, batch_size: int) -> tuple[MultiHotBatch, BatchStats]:
         """Build the batch of the rows `chosen`, at most `batch_size` of them; dummy rows fill it up."""
@@ -149,7 +152,9 @@ class MultiHotDataset:
         return batch, stats
 
 
-def make_multi_hot_dataset(rows: Rows, schema: MultiHotSchema, spec: DataSpec) -> MultiHotDataset:
+def make_multi_hot_dataset(
+    rows: Rows, schema: MultiHotSchema, spec: DataSpec, *, left_out: BadRows | None = None
+) -> MultiHotDataset:
     """Check rows that are at hand against their schema, and split them: the last `eval_fraction` is held out.
 
     Raises:
@@ -165,7 +170,12 @@ def make_multi_hot_dataset(rows: Rows, schema: MultiHotSchema, spec: DataSpec) -
             remedy="change data.split.eval_fraction, or give more rows",
         )
     return MultiHotDataset(
-        name=spec.dataset, schema=schema, rows=rows, train=np.arange(first), eval=np.arange(first, len(rows))
+        name=spec.dataset,
+        schema=schema,
+        rows=rows,
+        train=np.arange(first),
+        eval=np.arange(first, len(rows)),
+        left_out=BadRows() if left_out is None else left_out,
     )
 
 

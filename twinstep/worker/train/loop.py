@@ -58,6 +58,7 @@ class Trainer:
         self._reporter, self._view, self._stop, self._run_dir = reporter, view, stop, run_dir
         torch.manual_seed(spec.train.seed)
         self._dataset = load_dataset(spec.data)
+        self._report_left_out()
         self._loader = Loader(self._dataset, spec.data, seed=spec.train.seed)
         self._model = build_model(spec, self._dataset.schema)
         self._optimizers = build_optimizers(spec.optimizers, self._model)
@@ -107,6 +108,13 @@ class Trainer:
         self._speed.end()
         scores = self._evaluate()
         return None if scores is None else self._summary(scores)
+
+    def _report_left_out(self) -> None:
+        bad = self._dataset.left_out
+        if bad.count:
+            self._view.say(bad.summary())
+            first = [str(row) for row in bad.first]
+            self._reporter.event("rows_left_out", bad.summary(), {"count": bad.count, "kept": bad.kept, "first": first})
 
     def _check_time(self) -> None:
         """End a run by hand at its time limit. Under a control plane the supervisor, which started before, is first."""

@@ -1,0 +1,72 @@
+"""What becomes of a row that breaks its format: the run ends with file and row, or the row is left out and counted.
+
+Every reader of files tells a `BadRows` of what it finds; `train/` reports what was left out. Nothing is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from twinstep.spec.errors import DataError
+from twinstep.worker.data.events import Ints
+
+FIRST = 10  # rows that were left out and are told one by one; of more, only the count
+REMEDY = "mend or remove that row, or set data.on_bad_row: skip"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadRow:
+    """One row that was left out."""
+
+    file: str
+    """Name below data.path."""
+    place: str
+    """`row 3`, counted from 1, header and blank lines included; of Parquet `row group 0, row 3`."""
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.place} {self.problem}"
+
+
+@dataclass(kw_only=True, slots=True)
+class BadRows:
+    """The policy of one reading, and what it has left out so far."""
+
+    policy: Literal["error", "skip"] = "error"
+    """`data.on_bad_row`."""
+    count: int = 0
+    """Rows left out."""
+    kept: int = 0
+    """Rows that were read and not left out, over all files."""
+    by_file: dict[str, int] = field(default_factory=dict)
+    first: list[BadRow] = field(default_factory=list)
+    """The first `FIRST` of them."""
+
+    def add(self, file: str, rows: Ints, problem: Callable[[int], str], *, before: str = "") -> None:
+        """Take note of rows that break their format.
+
+        Args:
+            file: name below data.path.
+            rows: [N] int64 numbers of the rows, rising, counted from 1.
+            problem: says what is wrong with rows[i], given i; asked for the first ones only.
+            before: stands before `row`: `row group 0, `.
+
+        Raises:
+            DataError: the policy is `error`, and there is one.
+        """
+        for i in range(min(len(rows), FIRST - len(self.first))):
+            found = BadRow(file=file, place=f"{before}row {int(rows[i])}", problem=problem(i))
+            if self.policy == "error":
+                raise DataError(str(found), remedy=REMEDY)
+            self.first.append(found)
+        if len(rows):
+            self.count += len(rows)
+            self.by_file[file] = self.by_file.get(file, 0) + len(rows)
+
+    def summary(self) -> str:
+        """Return one sentence: how many rows were left out of how many, where, and the first of them."""
+        files = ", ".join(f"{name}: {count:,}" for name, count in sorted(self.by_file.items()))
+        first = f"; the first: {self.first[0]}" if self.first else ""
+        return f"{self.count:,} of {self.count + self.kept:,} rows left out ({files}){first}"
