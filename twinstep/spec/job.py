@@ -234,6 +234,32 @@ class TrainSpec(Spec):
     """Global norm that dense gradients are clipped to; null: not clipped."""
     seed: Annotated[StrictInt, Field(ge=0, le=INT32_MAX)] = 0
     """Seed of parameters, sample order and dropout."""
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    """At a loss that is NaN, infinite or a spike: fail; drop the batch; or go back a few steps, and drop all since."""
+    loss_spike: Annotated[Number, Field(gt=1)] | None = None
+    """A loss of so many times the median of the last 50 counts as a spike; null: none does."""
+
+
+class CheckpointSpec(Spec):
+    """Where a run's state is saved, and how often."""
+
+    path: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")] | None = None
+    """Directory or fsspec URI (s3://, gs://), of which a control plane gives each job a part; null: one of its own."""
+    every_steps: Count | None = None
+    """Steps between checkpoints; null: not by steps."""
+    every_seconds: Annotated[Number, Field(gt=0)] | None = None
+    """Seconds between checkpoints; null: not by time."""
+    keep_last: Annotated[StrictInt, Field(ge=1, le=10_000)] = 2
+    """Newest checkpoints that are kept."""
+    keep_best: Annotated[StrictInt, Field(ge=0, le=10_000)] = 0
+    """Checkpoints with the best held-out score that are kept besides; they are written after evaluations."""
+    best_by: Literal["ne", "auc", "log_loss"] = "ne"
+    """Score of the first task by which they are the best."""
+
+    @property
+    def periodic(self) -> bool:
+        """Whether checkpoints are written while all goes well, and not only when a run is told to stop."""
+        return self.every_steps is not None or self.every_seconds is not None or self.keep_best > 0
 
 
 class DebugSpec(Spec):
@@ -253,7 +279,11 @@ class RuntimeSpec(Spec):
     max_seconds: Annotated[Number, Field(gt=0)] | None = None
     """Wall-clock limit of a run, in seconds; null: none."""
     stop_grace_seconds: Annotated[Number, Field(gt=0, le=3600)] = 10.0
-    """Seconds between asking a worker to stop and killing it."""
+    """Seconds between asking a worker to stop and killing it: time to save a checkpoint."""
+    restarts: Annotated[StrictInt, Field(ge=0, le=100)] = 0
+    """Times that a worker on this machine is started again after it was killed, hung or failed."""
+    hang_seconds: Annotated[Number, Field(gt=0)] | None = None
+    """A worker on this machine that ends no training step for so long counts as hung, and is stopped; null: never."""
 
 
 class JobSpec(Spec):
@@ -275,6 +305,8 @@ class JobSpec(Spec):
     """Engine of the tables."""
     train: TrainSpec = TrainSpec()
     """Length and evaluation."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """Saved states, from which a run goes on that was stopped or killed."""
     debug: DebugSpec = DebugSpec()
     """Switches for looking closer."""
     runtime: RuntimeSpec = RuntimeSpec()

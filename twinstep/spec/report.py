@@ -95,6 +95,11 @@ class RunSummary(BaseModel):
     baselines: dict[str, BaselineScore] = Field(default_factory=dict)
     parameters: int = 0
     versions: dict[str, str] = Field(default_factory=dict)
+    goodput: float | None = Field(default=None, description="useful step time over wall time, all attempts together")
+    chip_hours: float | None = Field(default=None, description="chips (devices on a CPU) × hours of wall time")
+    time_s: dict[str, float] = Field(
+        default_factory=dict, description="wall seconds by what they went to: step, input_wait, compile, checkpoint, …"
+    )
 
 
 Record = Annotated[MetricRecord | EventRecord | ProgressRecord | ResultRecord, Field(discriminator="kind")]

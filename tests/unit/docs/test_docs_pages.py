@@ -98,6 +98,11 @@ def test_the_table_of_events_names_those_that_the_code_writes(generate: ModuleTy
         written |= set(re.findall(r'\.event\(\s*"(\w+)"', path.read_text()))
     for path in (ROOT / "twinstep/platform/store").glob("*.py"):
         written |= set(re.findall(r'(?:\bname=|"name": )"(\w+)"', path.read_text()))
+    loop = (ROOT / "twinstep/worker/train/loop.py").read_text()
+    written |= set(re.findall(r'\b_event\(\s*"(\w+)"', loop))
+    for path in ("train/saving.py", "checkpoint/saver.py"):
+        source = (ROOT / "twinstep/worker" / path).read_text()
+        written |= set(re.findall(r'"(checkpoint_\w+|random_state_differs)"', source))
     verbs = (ROOT / "twinstep/platform/scheduler/attempts.py").read_text()
     written |= set(re.findall(r'\bverb="(\w+)"', verbs))
     assert {row[0] for row in generate.EVENTS} == written

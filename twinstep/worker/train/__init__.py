@@ -26,7 +26,7 @@ def run_spec(spec: JobSpec, *, console: Console | None = None, quiet: bool = Fal
     Raises:
         TwinstepError: the spec asks for what is not here, data is missing, the step cannot be compiled, or the loss
             stopped being finite. The run's end is reported before it is raised.
-        SystemExit: with code 143, after SIGTERM.
+        SystemExit: after SIGTERM, with code 75 where checkpoints have a place, else 143.
     """
     prepare_environment(spec)
     from twinstep.worker.train.run import run

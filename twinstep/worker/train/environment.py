@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from dataclasses import dataclass
@@ -43,6 +44,37 @@ class RunContext:
             )
         run_id, run_dir, api_url, token = values.values()
         return cls(run_id=run_id, run_dir=Path(run_dir), api_url=api_url, token=token)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreviousWorker:
+    """The worker that this one is started in place of."""
+
+    count: int
+    """Which restart this is, from 1."""
+    reason: str
+    """How the one before ended, in words."""
+    step: int
+    """Steps that it had done."""
+
+
+def previous_worker() -> PreviousWorker | None:
+    """Return what a supervisor says of the worker before this one; None: this is the first, or nobody says."""
+    told = os.environ.get("TWINSTEP_RESTART")
+    if not told:
+        return None
+    try:
+        found = json.loads(told)
+        return PreviousWorker(count=int(found["count"]), reason=str(found["reason"]), step=int(found["step"]))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def grace_seconds(spec: JobSpec) -> float:
+    """Return how long a run of `spec` has between SIGTERM and SIGKILL."""
+    if isinstance(spec.accelerator, CpuSpec):
+        return spec.runtime.stop_grace_seconds
+    return float(spec.kubernetes.grace_seconds)
 
 
 def prepare_environment(spec: JobSpec) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import BaselineScore, RunSummary
+from twinstep.spec.words import EXIT_PREEMPTED
 from twinstep.worker.compile import CompileEvent, CompileWarning, Runner, StepCompiler
 from twinstep.worker.data.baselines import baseline_aucs
 from twinstep.worker.data.batch import BATCH_DIMS, BatchStats
@@ -24,17 +24,23 @@ from twinstep.worker.data.prefetch import Prefetch
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_model
 from twinstep.worker.train.asked import strategies_of
-from twinstep.worker.train.environment import cache_directory, mesh_axes
+from twinstep.worker.train.environment import cache_directory, grace_seconds, mesh_axes, previous_worker
 from twinstep.worker.train.evaluate import Scores, evaluate
+from twinstep.worker.train.goodput import Goodput, chips_of
+from twinstep.worker.train.guard import MOST, SPAN, LossGuard
+from twinstep.worker.train.heartbeat import Heartbeat
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.report import Reporter
+from twinstep.worker.train.rewind import Rewind
+from twinstep.worker.train.saving import Saving, place_of, run_tensors
+from twinstep.worker.train.speed import Speed
 from twinstep.worker.train.step import make_train_step
-from twinstep.worker.train.stop import StopSignal
+from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
 from twinstep.worker.train.versions import software_versions
 
 PROGRESS_EVERY = 1.0  # seconds between progress records
 SOURCES = {"none": "anew", "disk": "from disk", "backend": "traced anew, from the backend's cache"}
-SPEED_WINDOW = 20  # steps that the reported speed is averaged over
+GRACE_SHARE = 0.9  # of the grace that the last checkpoint may take: the rest is for reports
 
 
 class Trainer:
@@ -55,6 +61,7 @@ class Trainer:
         self.spec = spec
         self.step = 0
         self._begun = time.monotonic()
+        self._goodput = Goodput(chips=chips_of(spec), begun=self._begun)
         self._reporter, self._view, self._stop, self._run_dir = reporter, view, stop, run_dir
         torch.manual_seed(spec.train.seed)
         self._dataset = load_dataset(spec.data)
@@ -71,7 +78,7 @@ class Trainer:
             mesh=mesh_axes(spec),
             strategies=strategies_of(spec.compile),
             cache_dir=cache_directory(spec),
-            check_finite=spec.debug.stop_on_nonfinite,
+            check_finite=spec.debug.stop_on_nonfinite and spec.train.on_nan == "stop",
             on_start=self._compiling,
             on_event=self._compiled,
             on_warning=self._warned,
@@ -83,30 +90,138 @@ class Trainer:
             "num_candidates": spec.data.num_candidates,
         }
         self._eval_seconds = 0.0
+        self._compiled_before = 0.0
         self._last_loss = math.nan
         self._saved_graphs: set[str] = set()
-        self._speed = _Speed()
+        self._speed = Speed()
         self._last_progress = 0.0
+        self._heart = Heartbeat(run_dir)
+        self._guard = LossGuard(spike=spec.train.loss_spike)
+        self._evaluated = -1
+        self._first = 0
+        self._saving = self._open_saving()
+        self._rewind = self._open_rewind()
+        self._resume()
+
+    def _open_saving(self) -> Saving | None:
+        where = place_of(self.spec.checkpoint)
+        if where is None:
+            return None
+        return Saving(
+            self.spec,
+            where,
+            model=self._model,
+            optimizers=self._optimizers,
+            compiler=self._compiler,
+            tell=self._event,
+        )
+
+    def _open_rewind(self) -> Rewind | None:
+        if self.spec.train.on_nan == "stop":
+            return None
+        return Rewind(
+            self.spec,
+            model=self._model,
+            optimizers=self._optimizers,
+            compiler=self._compiler,
+            tensors=lambda: run_tensors(self.spec, self._model, self._optimizers, self._compiler),
+        )
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint, where there is one."""
+        try:
+            manifest = None if self._saving is None else self._saving.restore()
+        except BaseException:
+            self.close()  # another may write there
+            raise
+        if manifest is None:
+            self._event_of_restart(0)
+            return
+        about = manifest.about
+        self._loader.seek(about["loader"])
+        self.step = self._first = manifest.step
+        self._speed.restore(about["speed"])
+        self._guard.restore(about["losses"])
+        self._last_loss = math.nan if about["loss"] is None else about["loss"]
+        self._eval_seconds, self._evaluated = about["eval_seconds"], about["evaluated"]
+        self._compiled_before = about["compile_seconds"]
+        gap = 0.0 if about["stopped"] else time.time() - manifest.written_at - (time.monotonic() - self._begun)
+        self._goodput.carry(about["goodput"], gap=gap)
+        self._event_of_restart(manifest.step)
+
+    def _event_of_restart(self, step: int) -> None:
+        """Say from where the run goes on, and what it lost; nothing for one that simply begins."""
+        before = previous_worker()
+        if before is None and not step:
+            return
+        text = f"goes on after step {step} of {self.spec.train.steps}" if step else "starts from the beginning"
+        data: dict[str, Any] = {"step": step}
+        if before is not None:
+            lost = max(0, before.step - step)
+            text = f"{before.reason}; {text}; {lost} steps since the last checkpoint are done again"
+            data |= {"lost_steps": lost, "restart": before.count}
+        self._event("resumed", text, data)
+
+    def state(self, *, stopped: bool = False) -> dict[str, Any]:
+        """Return what a checkpoint holds beside tensors; `stopped`: the run ends here because it is told to."""
+        return {
+            "loader": self._loader.position(self.step - self._first),
+            "speed": self._speed.state(),
+            "losses": self._guard.state(),
+            "loss": self._last_loss if math.isfinite(self._last_loss) else None,
+            "eval_seconds": self._eval_seconds,
+            "evaluated": self._evaluated,
+            "compile_seconds": self._compile_seconds,
+            "goodput": self._goodput.seconds(),
+            "stopped": stopped,
+        }
+
+    @property
+    def _compile_seconds(self) -> float:
+        return self._compiled_before + self._compiler.compile_seconds
+
+    def leave(self) -> int:
+        """Save what there is, for a run that was told to stop; return the exit code."""
+        if self._saving is None:
+            return EXIT_STOPPED
+        grace = GRACE_SHARE * grace_seconds(self.spec)
+        if not self._saving.save_last(self.step, self.state(stopped=True), within=grace):
+            good = self._saving.last_good or 0
+            self._event("steps_lost", f"the {self.step - good} steps after step {good} are lost", {"step": self.step})
+        return EXIT_PREEMPTED
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and let others write where this run did."""
+        if self._saving is not None:
+            self._saving.close()
 
     def train(self) -> RunSummary | None:
         """Run all steps and the last evaluation. Return the summary, or None when the run was asked to stop."""
         total, every = self.spec.train.steps, self.spec.train.eval_every
         self._model.train()
         self._speed.start()
-        with Prefetch(self._loader.train_batches()) as batches:
-            while self.step < total:
-                if every and self.step and self.step % every == 0:
-                    self._evaluate()
-                if self._stop.asked:
-                    return None
-                self._check_time()
-                asked = time.perf_counter()
-                batch, stats = next(batches)
-                if self._stop.asked:
-                    return None
-                self._one_step(batch, stats, waited=time.perf_counter() - asked)
+        self._goodput.add("start", time.monotonic() - self._begun)
+        while self.step < total:
+            # Batches are drawn anew where steps were left out.
+            with Prefetch(self._loader.train_batches(self.step - self._first)) as batches:
+                while self.step < total:
+                    scores = self._evaluate() if every and self.step and self.step % every == 0 else None
+                    self._save_where_due(scores)
+                    if self._stop.asked:
+                        return None
+                    self._check_time()
+                    asked = time.perf_counter()
+                    batch, stats = next(batches)
+                    if self._stop.asked:
+                        return None
+                    if not self._one_step(batch, stats, waited=time.perf_counter() - asked):
+                        break
         self._speed.end()
+        if self._saving is not None and self.spec.checkpoint.periodic and not self.spec.checkpoint.keep_best:
+            self._save()
         scores = self._evaluate()
+        if scores is not None and self.spec.checkpoint.keep_best:
+            self._save(scores)
         return None if scores is None else self._summary(scores)
 
     def _report_left_out(self) -> None:
@@ -115,6 +230,22 @@ class Trainer:
             self._view.say(bad.summary())
             first = [str(row) for row in bad.first]
             self._reporter.event("rows_left_out", bad.summary(), {"count": bad.count, "kept": bad.kept, "first": first})
+
+    def _save_where_due(self, scores: Scores | None) -> None:
+        if self._rewind is not None and self._rewind.due(self.step):
+            with self._goodput.during("checkpoint"):
+                self._rewind.take(self.step)
+        if self._saving is not None:
+            self._saving.look()
+            if self._saving.due(self.step, scored=scores is not None):
+                self._save(scores)
+
+    def _save(self, scores: Scores | None = None) -> None:
+        if self._saving is not None:
+            started = time.perf_counter()
+            with self._goodput.during("checkpoint"):
+                self._saving.save(self.step, self.state(), scores=None if scores is None else scores.values())
+            self._speed.leave_out(time.perf_counter() - started)
 
     def _check_time(self) -> None:
         """End a run by hand at its time limit. Under a control plane the supervisor, which started before, is first."""
@@ -125,7 +256,8 @@ class Trainer:
                 remedy="raise runtime.max_seconds, or lower train.steps",
             )
 
-    def _one_step(self, batch: AnyBatch, stats: BatchStats, *, waited: float) -> None:
+    def _one_step(self, batch: AnyBatch, stats: BatchStats, *, waited: float) -> bool:
+        """Run a step and report it; False where batches were dropped and others come next than were drawn ahead."""
         started, compiled = time.perf_counter(), self._compiler.compile_seconds
         try:
             program = self._compiler.program(batch, sizes=self._sizes)
@@ -137,16 +269,60 @@ class Trainer:
         loss = float(output.loss)  # waits for the step
         compiling = self._compiler.compile_seconds - compiled
         seconds = time.perf_counter() - started - compiling
+        self._goodput.add("input_wait", waited)
+        self._goodput.add("compile", compiling)
+        self._goodput.add("step", seconds)
+        self._speed.leave_out(compiling)
+        fault = self._guard.fault(loss)
+        if fault is not None and not self._goes_on(fault, loss):
+            self._speed.leave_out(seconds + waited)
+            self._heart.beat("training", self.step)
+            return False
         self.step += 1
         self._last_loss = loss
-        self._speed.leave_out(compiling)
         self._speed.lap(stats.examples)
-        if self.spec.debug.stop_on_nonfinite and not math.isfinite(loss):
-            raise TrainError(
-                f"the loss of step {self.step} is {loss}",
-                remedy="lower optimizers.dense.lr, set train.clip_norm, or set debug.stop_on_nonfinite: false",
-            )
+        self._heart.beat("training", self.step)
         self._tell(output, stats, step_ms=seconds * 1e3, data_wait_ms=waited * 1e3)
+        return True
+
+    def _goes_on(self, fault: str, loss: float) -> bool:
+        """Answer a loss that is not to be as the spec says; False where its batch was dropped.
+
+        Raises:
+            TrainError: the spec wants the run to stop, or too many batches were dropped.
+        """
+        number = self.step + 1
+        if self._rewind is None:
+            if not math.isfinite(loss) and not self.spec.debug.stop_on_nonfinite:
+                return True
+            raise TrainError(
+                f"the loss of step {number} {fault}",
+                remedy="lower optimizers.dense.lr, set train.clip_norm, or set train.on_nan: skip",
+            )
+        if self._guard.too_many(number):
+            raise TrainError(
+                f"the loss of step {number} {fault}, and more than {MOST} batches were dropped within {SPAN} steps",
+                remedy="lower the learning rates, set train.clip_norm, or look at the data",
+            )
+        started = time.perf_counter()
+        first = self._rewind.step
+        if self.spec.train.on_nan == "rollback":
+            self._rewind.back()
+            self.step += 1
+            text = f"the loss of step {number} {fault}: back to the state after step {first}, without the batches since"
+            self._event("rolled_back", text, {"step": number, "to": first, "dropped": number - first})
+        else:
+            self.step = self._rewind.without(self.step, self._again) + 1
+            text = f"the loss of step {number} {fault}: the batch of step {self.step} is left out"
+            self._event("batch_skipped", text, {"step": number, "skipped": self.step})
+        self._goodput.add("redone", time.perf_counter() - started)
+        self._speed.leave_out(time.perf_counter() - started)
+        return False
+
+    def _again(self, number: int) -> None:
+        """Run the step of a batch again, counted from 0 since the job's start; nothing is reported."""
+        batch, _ = self._loader.train_batch(number - self._first)
+        float(self._compiler.program(batch, sizes=self._sizes)(batch).loss)
 
     def _save_graph(self, program: Runner) -> None:
         """Write the captured graph as text, named by its key, beside the run's files, or here for a run by hand."""
@@ -178,6 +354,8 @@ class Trainer:
                 "real_tokens": float(stats.real_tokens),
                 "dummy_tokens": float(stats.dummy_tokens),
                 "events_cut": float(stats.events_cut),
+                "goodput": self._goodput.share,
+                "chip_hours": self._goodput.chip_hours,
             }
             self._reporter.metric(step, values)
         now = time.monotonic()
@@ -188,7 +366,10 @@ class Trainer:
 
     def _evaluate(self) -> Scores | None:
         """Score held-out data and report it; None, and not a word, where a stop was asked for meanwhile."""
+        if self._evaluated == self.step and self.step < self.spec.train.steps:
+            return None  # its scores are in the checkpoint that the run goes on from
         started = time.perf_counter()
+        self._heart.beat("evaluating", self.step)
         self._view.evaluating()
         self._reporter.progress(
             "evaluating", self.step, self.spec.train.steps, examples_per_s=self._speed.examples_per_s, eta_s=None
@@ -207,20 +388,29 @@ class Trainer:
         self._view.say(f"evaluated after step {self.step}: {said} ({scores.examples:,} held-out examples)")
         seconds = time.perf_counter() - started
         self._eval_seconds += seconds
+        self._goodput.add("evaluate", seconds)
         self._speed.leave_out(seconds)
+        self._evaluated = self.step
         return scores
 
     def _compiling(self, reason: str) -> None:
+        self._heart.beat("compiling", self.step)
         self._view.compiling(reason)
         self._reporter.progress("compiling", self.step, self.spec.train.steps, examples_per_s=None, eta_s=None)
         self._stop.end_at_once()
 
     def _compiled(self, event: CompileEvent) -> None:
         self._stop.end_between_steps()
+        if self._saving is not None:
+            self._saving.key = event.key
         source = SOURCES[event.cache]
         text = f"{event.reason}: {event.seconds:.1f} s on {event.backend} ({event.nodes} nodes, {source})"
         self._reporter.event(event.name, text, {"step": self.step, **dataclasses.asdict(event)})
         self._view.say(f"{event.name}: {text}")
+
+    def _event(self, name: str, text: str, data: dict[str, Any]) -> None:
+        self._reporter.event(name, text, {"step": self.step, **data})
+        self._view.say(f"{name}: {text}")
 
     def _warned(self, warning: CompileWarning) -> None:
         self._reporter.event(warning.name, warning.text, {"step": self.step, **warning.data})
@@ -233,7 +423,7 @@ class Trainer:
             steps=self.step,
             examples=self._speed.examples,
             examples_per_s=self._speed.examples_per_s_overall,
-            compile_s=self._compiler.compile_seconds,
+            compile_s=self._compile_seconds,
             train_s=self._speed.seconds,
             eval_s=self._eval_seconds,
             final_loss=self._last_loss if math.isfinite(self._last_loss) else None,
@@ -243,56 +433,7 @@ class Trainer:
             baselines={name: BaselineScore(auc=auc) for name, auc in baseline_aucs(self._dataset).items()},
             parameters=sum(parameter.numel() for parameter in self._model.parameters()),
             versions=software_versions(),
+            goodput=self._goodput.share,
+            chip_hours=self._goodput.chip_hours,
+            time_s=self._goodput.seconds(),
         )
-
-
-class _Speed:
-    """Speed of whole iterations: from the moment a step's loss is known to the next step's.
-
-    Reporting, waiting for data and looking up the program count; what is left out (compiling, evaluating) does not.
-    Over the last few iterations for people, over all for the summary.
-    """
-
-    def __init__(self) -> None:
-        self._recent: deque[tuple[float, int]] = deque(maxlen=SPEED_WINDOW)
-        self._mark = 0.0
-        self._left_out = 0.0
-        self.seconds = 0.0
-        self.examples = 0
-
-    def start(self) -> None:
-        """Begin the first iteration."""
-        self._mark = time.perf_counter()
-
-    def leave_out(self, seconds: float) -> None:
-        """Take `seconds` of the current iteration for none of it."""
-        self._left_out += seconds
-
-    def lap(self, examples: int) -> None:
-        """End an iteration that trained on `examples`, and begin the next."""
-        seconds = self._since()
-        self._recent.append((seconds, examples))
-        self.examples += examples
-
-    def end(self) -> None:
-        """Count what followed the last step's loss: its report."""
-        self._since()
-
-    def _since(self) -> float:
-        now = time.perf_counter()
-        seconds = max(now - self._mark - self._left_out, 1e-9)
-        self._mark, self._left_out = now, 0.0
-        self.seconds += seconds
-        return seconds
-
-    @property
-    def step_seconds(self) -> float:
-        return sum(seconds for seconds, _ in self._recent) / len(self._recent)
-
-    @property
-    def examples_per_s(self) -> float:
-        return sum(examples for _, examples in self._recent) / sum(seconds for seconds, _ in self._recent)
-
-    @property
-    def examples_per_s_overall(self) -> float:
-        return self.examples / self.seconds

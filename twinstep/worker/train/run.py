@@ -1,7 +1,9 @@
 """One run: data, model, optimizers and compiler put together, stepped, evaluated, reported.
 
 `run` is called through `twinstep.worker.train.run_spec`, which sets the environment first. SIGTERM ends a run between
-two steps (at once, while data is loaded or a program compiled) with exit code 143, after the end was reported.
+two steps (at once, while data is loaded or a program compiled), after its state was saved and its end reported: with
+exit code 75 where there is a place for checkpoints, so that whoever restarts it does not count that as a failure, and
+with 143 where there is none.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import platform as machine
 import sys
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -16,11 +19,13 @@ from rich.console import Console
 from twinstep.spec.errors import TrainError, TwinstepError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import RunSummary
+from twinstep.spec.words import EXIT_PREEMPTED
 from twinstep.worker.train.environment import RunContext, usable_processors
 from twinstep.worker.train.loop import Trainer
 from twinstep.worker.train.output import flush_output
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.report import Reporter, make_reporter
+from twinstep.worker.train.saving import place_of
 from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
 from twinstep.worker.train.versions import software_versions
 
@@ -38,17 +43,14 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
         reporter.event("started", f"worker started on {machine.node()}", surroundings)
         reporter.progress("starting", 0, spec.train.steps, examples_per_s=None, eta_s=None)
         with ProgressView(console, spec.train.steps) as view:
-            stop.end_at_once()
-            trainer = Trainer(
-                spec, reporter=reporter, view=view, stop=stop, run_dir=context.run_dir if context else None
-            )
-            stop.end_between_steps()
+            trainer = _made(spec, reporter=reporter, view=view, stop=stop, run_dir=context.run_dir if context else None)
             try:
-                summary = trainer.train()
+                summary, code = _trained(trainer, stop)
             finally:
                 steps = trainer.step
+                trainer.close()
         if summary is None:
-            sys.exit(EXIT_STOPPED)
+            sys.exit(code)
         reporter.result(summary)
         reporter.progress("done", steps, spec.train.steps, examples_per_s=summary.examples_per_s, eta_s=0.0)
         return summary
@@ -66,6 +68,30 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
     finally:
         reporter.close()
         flush_output()
+
+
+def _made(spec: JobSpec, *, stop: StopSignal, **surroundings: Any) -> Trainer:
+    """Load the data, build the model and go on from a checkpoint; a wish to stop ends this at once."""
+    try:
+        stop.end_at_once()
+        trainer = Trainer(spec, stop=stop, **surroundings)
+        stop.end_between_steps()
+    except SystemExit:
+        stop.end_between_steps()
+        sys.exit(EXIT_STOPPED if place_of(spec.checkpoint) is None else EXIT_PREEMPTED)
+    return trainer
+
+
+def _trained(trainer: Trainer, stop: StopSignal) -> tuple[RunSummary | None, int]:
+    """Train; return the summary, or None and the exit code for a run that was told to stop and has saved its state."""
+    try:
+        summary = trainer.train()
+    except SystemExit:  # told to stop while a program was compiled, which leaves the state as it was
+        summary = None
+    if summary is not None:
+        return summary, 0
+    stop.end_between_steps()  # a second SIGTERM must not cut the last checkpoint short
+    return None, trainer.leave()
 
 
 # What PyTorch's allocator, C++ and XLA say; none of them raises MemoryError.

@@ -1,0 +1,164 @@
+"""The layout of one checkpoint: which bytes of which file are which rows of which tensor, and their checksums. Pure.
+
+A checkpoint is a directory of data files and `manifest.json`. A tensor lies in pieces of whole rows (dimension 0), at
+most PIECE_BYTES each where a row is not larger, so that a reader of some rows reads little else; pieces are packed into
+files of about FILE_BYTES. Every byte of a data file belongs to one piece, and each piece has its CRC-32, which finds
+any one flipped bit; the manifest has a SHA-256 over itself. Tensors are raw bytes, little endian, in row-major order,
+by logical name and without the padding of any device layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from twinstep.worker.checkpoint.errors import DamagedError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+PIECE_BYTES = 16 << 20
+FILE_BYTES = 64 << 20
+REMEDY = "an older checkpoint is taken where there is one; remove this one, or bring its files back"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Piece(_Part):
+    """Rows of a tensor and where they lie."""
+
+    start: int
+    """First row; a tensor without dimensions counts as one row."""
+    stop: int
+    file: str
+    offset: int
+    size: int
+    """Bytes."""
+    crc32: int = 0
+
+
+class TensorEntry(_Part):
+    """One tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch names it: float32, int64, bfloat16."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of dimension 0."""
+        return self.shape[0] if self.shape else 1
+
+
+class Manifest(_Part):
+    """Everything a checkpoint says of itself."""
+
+    format: int = FORMAT
+    number: int = Field(ge=0)
+    """Counts the checkpoints of a place: the highest is the newest, whatever clocks say."""
+    step: int = Field(ge=0)
+    """Steps that were done."""
+    written_at: float
+    """Unix seconds on the writer's clock; for people only."""
+    scores: dict[str, float] = {}
+    """Held-out scores of this very state, where it was evaluated."""
+    about: dict[str, Any] = {}
+    """What the writer wants back: loader position, counts, spec, versions, compile key."""
+    files: dict[str, int]
+    """Bytes of each data file."""
+    tensors: dict[str, TensorEntry]
+
+    def to_bytes(self) -> bytes:
+        """Return the file."""
+        body = self.model_dump(mode="json")
+        text = json.dumps(body, sort_keys=True, allow_nan=False)
+        return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": text}).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes, *, where: str) -> Manifest:
+        """Read the file.
+
+        Raises:
+            DamagedError: it is not what `to_bytes` wrote, or of a later format.
+        """
+        try:
+            outer = json.loads(content)
+            text = outer["manifest"]
+            same = hashlib.sha256(text.encode()).hexdigest() == outer["sha256"]
+            body = json.loads(text) if same else {}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            same, body = False, {}
+        if not same:
+            raise DamagedError(f"{where}/{MANIFEST} is damaged: its checksum does not hold", remedy=REMEDY)
+        if body.get("format") != FORMAT:
+            raise DamagedError(
+                f"{where} is of format {body.get('format')}, and this version of Twinstep reads format {FORMAT}",
+                remedy="go on with the version of Twinstep that wrote it",
+            )
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise DamagedError(f"{where}/{MANIFEST} is damaged: {error.errors()[0]['msg']}", remedy=REMEDY) from None
+
+
+def lay_out(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorEntry], dict[str, int]]:
+    """Return where each tensor goes (checksums still 0), and each file's bytes."""
+    entries: dict[str, TensorEntry] = {}
+    files: dict[str, int] = {}
+    name = ""
+    for path, tensor in tensors.items():
+        pieces = []
+        for start, stop, size in _row_ranges(tensor):
+            if not name or (files[name] + size > FILE_BYTES and files[name]):
+                name = f"data-{len(files):05d}"
+                files[name] = 0
+            pieces.append(Piece(start=start, stop=stop, file=name, offset=files[name], size=size))
+            files[name] += size
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[path] = TensorEntry(shape=tuple(tensor.shape), dtype=dtype, pieces=tuple(pieces))
+    return entries, files
+
+
+def _row_ranges(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, stop, bytes) of a tensor's pieces; a tensor without elements has none."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    total = tensor.numel() * tensor.element_size()
+    if not total:
+        return
+    row = total // rows
+    step = max(1, PIECE_BYTES // row)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        yield start, stop, (stop - start) * row
+
+
+def rows_as_bytes(tensor: Tensor, start: int, stop: int) -> memoryview:
+    """Return rows of a contiguous tensor on the CPU as the bytes themselves, not a copy."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    flat = tensor.reshape(-1).view(torch.uint8)
+    row = flat.numel() // rows
+    return flat[start * row : stop * row].numpy().data
+
+
+def by_file(entries: Mapping[str, TensorEntry]) -> dict[str, list[tuple[str, Piece]]]:
+    """Return the pieces of each file in the order they lie there, each with its tensor's path."""
+    found: dict[str, list[tuple[str, Piece]]] = {}
+    for path, piece in _pieces(entries.items()):
+        found.setdefault(piece.file, []).append((path, piece))
+    for pieces in found.values():
+        pieces.sort(key=lambda each: each[1].offset)
+    return found
+
+
+def _pieces(entries: Iterable[tuple[str, TensorEntry]]) -> Iterator[tuple[str, Piece]]:
+    for path, entry in entries:
+        for piece in entry.pieces:
+            yield path, piece

@@ -1,0 +1,119 @@
+"""One checkpoint, read: its manifest, any rows of any tensor, or all of it; every byte is held to its checksum."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinstep.spec.errors import NotFoundError
+from twinstep.worker.checkpoint.errors import DamagedError
+from twinstep.worker.checkpoint.manifest import MANIFEST, REMEDY, Manifest, Piece, TensorEntry, rows_as_bytes
+from twinstep.worker.checkpoint.place import Place
+
+READERS = 4  # threads: checksums of one piece are counted while the disk gives the next
+
+
+class Reader:
+    """A whole checkpoint.
+
+    Raises:
+        DamagedError: from every method, where a file is missing, short, or not as it was written.
+    """
+
+    def __init__(self, place: Place, name: str) -> None:
+        self.name = name
+        self._place = place
+        self._where = f"{place.url}/{name}"
+        try:
+            content = place.read(name, MANIFEST)
+        except FileNotFoundError:
+            raise DamagedError(
+                f"{self._where} has no {MANIFEST}: it was never written to its end", remedy=REMEDY
+            ) from None
+        except OSError as error:
+            raise DamagedError(f"{self._where}/{MANIFEST} cannot be read: {error}", remedy=REMEDY) from error
+        self.manifest = Manifest.from_bytes(content, where=self._where)
+        self.bytes_read = 0
+        """Of data files, so far."""
+
+    def rows(self, path: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return rows start…stop of a tensor (all by default), reading only pieces that hold some of them.
+
+        Raises:
+            NotFoundError: no such tensor.
+        """
+        entry = self._entry(path)
+        stop = entry.rows if stop is None else min(stop, entry.rows)
+        start = max(0, min(start, stop))
+        if not entry.shape:
+            return self.tensors({path: None})[path]
+        out = torch.empty((stop - start, *entry.shape[1:]), dtype=_dtype(entry))
+        for piece in entry.pieces:
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            if first < last:
+                part = torch.empty((piece.stop - piece.start, *entry.shape[1:]), dtype=out.dtype)
+                self._fill(path, piece, part, at=0)
+                out[first - start : last - start] = part[first - piece.start : last - piece.start]
+        return out
+
+    def tensors(self, buffers: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
+        """Return whole tensors.
+
+        Args:
+            buffers: by path, which ones, and memory that may be used for each; None: all, in new memory.
+        """
+        wanted = dict.fromkeys(self.manifest.tensors) if buffers is None else buffers
+        found = {path: _buffer(self._entry(path), buffer) for path, buffer in wanted.items()}
+        jobs = [(path, piece) for path in found for piece in self._entry(path).pieces]
+        with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as pool:
+            for _ in pool.map(lambda job: self._fill(job[0], job[1], found[job[0]], at=job[1].start), jobs):
+                pass
+        return found
+
+    def verify(self) -> None:
+        """Read every byte and hold it to its checksum."""
+        for path in self.manifest.tensors:
+            for piece in self._entry(path).pieces:
+                self._fill(path, piece, torch.empty(piece.size, dtype=torch.uint8), at=None)
+
+    def _entry(self, path: str) -> TensorEntry:
+        if path not in self.manifest.tensors:
+            raise NotFoundError(
+                f"{self._where} holds no tensor {path!r}",
+                remedy=f"there are {len(self.manifest.tensors)}: {', '.join(list(self.manifest.tensors)[:5])}, …",
+            )
+        return self.manifest.tensors[path]
+
+    def _fill(self, path: str, piece: Piece, into: Tensor, *, at: int | None) -> None:
+        """Read a piece into rows of a tensor from row `at` on; None: the tensor is as many bytes."""
+        rows = piece.stop - piece.start
+        view = into.numpy().data if at is None else rows_as_bytes(into, at, at + rows)
+        where = f"rows {piece.start}…{piece.stop - 1} of {path} in {self._where}/{piece.file}"
+        try:
+            count = self._place.read_into(self.name, piece.file, piece.offset, view)
+        except OSError as error:
+            raise DamagedError(f"{where} cannot be read: {error.strerror or error}", remedy=REMEDY) from error
+        if count != piece.size:
+            raise DamagedError(f"{where} are cut short: {count} of {piece.size} bytes", remedy=REMEDY)
+        if zlib.crc32(view) != piece.crc32:
+            raise DamagedError(f"{where} are damaged: their checksum does not hold", remedy=REMEDY)
+        self.bytes_read += count
+
+
+def _dtype(entry: TensorEntry) -> torch.dtype:
+    found: Any = getattr(torch, entry.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise DamagedError(f"this PyTorch knows no dtype {entry.dtype}", remedy=REMEDY)
+    return found
+
+
+def _buffer(entry: TensorEntry, buffer: Tensor | None) -> Tensor:
+    dtype = _dtype(entry)
+    fits = buffer is not None and tuple(buffer.shape) == entry.shape and buffer.dtype == dtype
+    return buffer if buffer is not None and fits else torch.empty(entry.shape, dtype=dtype)

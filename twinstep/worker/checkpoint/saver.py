@@ -1,0 +1,286 @@
+"""Checkpoints of one run: saved beside the training thread, restored from the newest that is whole, pruned.
+
+`save` copies the state in memory and returns; a thread writes the copy. What goes wrong there (a full disk, a store
+that is away) ends no run: it is a note that the loop reports, and the checkpoints before stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from twinstep.worker.checkpoint.content import Snapshot, check_fits, load_tensors
+from twinstep.worker.checkpoint.errors import DamagedError, TakenError
+from twinstep.worker.checkpoint.keep import Keep, to_remove
+from twinstep.worker.checkpoint.lease import Hold, hold
+from twinstep.worker.checkpoint.manifest import MANIFEST, Manifest, Piece, by_file, lay_out, rows_as_bytes
+from twinstep.worker.checkpoint.place import open_place
+from twinstep.worker.checkpoint.read import Reader
+
+NAME = re.compile(r"^(\d{6,12})-step-(\d{1,12})$")
+WRITERS = 2  # threads: one counts checksums while the other waits for the disk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """Something that happened to a checkpoint, to be reported by whoever owns the run."""
+
+    name: str
+    """Of the event: checkpoint_saved, checkpoint_failed, checkpoint_damaged, checkpoint_lost."""
+    reason: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """The checkpoints of one run in one place.
+
+    Args:
+        where: directory or fsspec URI.
+        owner: who writes, in words, for whoever else would.
+        lineage, attempt: the job and which try at it; a later one takes a URI's lease over.
+        only_finite: leave out a state with NaN or infinity in it, from which no run could go on.
+
+    Raises:
+        TakenError: another process writes there.
+        UnavailableError: the place cannot be reached or written.
+    """
+
+    def __init__(
+        self,
+        where: str | Path,
+        *,
+        keep: Keep | None = None,
+        owner: str = "a run",
+        lineage: str = "",
+        attempt: int = 0,
+        only_finite: bool = True,
+    ) -> None:
+        self.place = open_place(where)
+        self.stall_seconds = 0.0
+        """That the run has waited for copies, all together."""
+        self.snapshot = Snapshot()
+        self.last_step: int | None = None
+        """Of the newest checkpoint that is whole."""
+        self._keep, self._only_finite = keep or Keep(), only_finite
+        self._hold: Hold = hold(self.place, owner, lineage=lineage, attempt=attempt)
+        self._lock = threading.Lock()
+        self._notes: list[Note] = []
+        self._thread: threading.Thread | None = None
+        self._whole: dict[str, Manifest] = {}
+        self._broken: list[tuple[int, str]] = []
+        self.place.sweep()
+        self._number = max((number for number, _ in self._numbered()), default=0)
+
+    def restore(
+        self, model: nn.Module, optimizers: Mapping[str, Optimizer]
+    ) -> tuple[Manifest, dict[str, Tensor]] | None:
+        """Load the newest checkpoint that is whole into a model and its optimizers; None: there is none to load.
+
+        Damaged ones are passed over, each with a note.
+
+        Returns:
+            Its manifest, and all its tensors, those of random generators too.
+
+        Raises:
+            MisfitError: it is of another model; nothing was changed.
+            DamagedError: there are checkpoints, and none is whole; nothing was changed.
+        """
+        problem: DamagedError | None = None
+        for reader in self._newest_first():
+            if isinstance(reader, DamagedError):
+                problem = reader
+                continue
+            check_fits(reader.manifest, model, optimizers)
+            try:
+                values = reader.tensors({path: self.snapshot.tensors.get(path) for path in reader.manifest.tensors})
+            except DamagedError as error:
+                problem = error
+                self._set_aside(reader.name, error)
+                continue
+            load_tensors(values, model, optimizers)
+            self.snapshot.tensors = values
+            self.last_step = reader.manifest.step
+            return reader.manifest, values
+        if problem is not None:
+            raise DamagedError(
+                f"no checkpoint in {self.place.url} is whole; the last one tried: {problem.problem}",
+                remedy="bring its files back, or remove the directory to start anew",
+            )
+        return None
+
+    def _newest_first(self) -> Iterator[Reader | DamagedError]:
+        for number, name in sorted(self._numbered(), reverse=True):
+            try:
+                reader = Reader(self.place, name)
+            except DamagedError as error:
+                if "never written to its end" not in error.problem:  # half an upload is no loss, the rest is
+                    self._set_aside(name, error)
+                    yield error
+                else:
+                    self._broken.append((number, name))
+                continue
+            self._whole[name] = reader.manifest
+            yield reader
+
+    def _set_aside(self, name: str, error: DamagedError) -> None:
+        self._whole.pop(name, None)
+        self._broken.append((int(name.split("-")[0]), name))
+        self._note("checkpoint_damaged", f"{error.problem}; an older one is taken", {"name": name})
+
+    def _numbered(self) -> list[tuple[int, str]]:
+        return [(int(match[1]), name) for name in self.place.names() if (match := NAME.match(name))]
+
+    @property
+    def busy(self) -> bool:
+        """Whether the one before is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(
+        self, tensors: Mapping[str, Tensor], *, step: int, about: dict[str, Any], scores: dict[str, float] | None = None
+    ) -> float:
+        """Copy `tensors` and let a thread write them; return the seconds that took here.
+
+        Waits first for the one before, if that is still being written: ask `busy` to avoid it.
+        """
+        started = time.perf_counter()
+        self.finish()
+        self.snapshot.take(tensors)
+        self._number += 1
+        name = f"{self._number:06d}-step-{step}"
+        manifest = Manifest(
+            number=self._number,
+            step=step,
+            written_at=time.time(),
+            scores=scores or {},
+            about=about,
+            files={},
+            tensors={},
+        )
+        self._thread = threading.Thread(target=self._write, args=(name, manifest), name="checkpoint", daemon=True)
+        self._thread.start()
+        stall = time.perf_counter() - started
+        self.stall_seconds += stall
+        return stall
+
+    def finish(self, timeout: float | None = None) -> bool:
+        """Wait until the checkpoint that is being written is whole, or has failed; return whether that was in time."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        return True
+
+    def notes(self) -> list[Note]:
+        """Return what happened since this was last asked."""
+        with self._lock:
+            found, self._notes = self._notes, []
+        return found
+
+    def close(self) -> None:
+        """Finish writing, and let others write here."""
+        self.finish()
+        self._hold.release()
+
+    def _write(self, name: str, manifest: Manifest) -> None:
+        started = time.perf_counter()
+        try:
+            whole = self._write_files(name, manifest)
+        except Exception as error:  # a file system's OSError, or whatever the client of a store raises
+            why = error.problem if isinstance(error, TakenError | _NotFinite) else _in_words(error)
+            self._drop(name)
+            good = (
+                "there is none before it"
+                if self.last_step is None
+                else f"the last good one is of step {self.last_step}"
+            )
+            kind = "checkpoint_lost" if isinstance(error, TakenError) else "checkpoint_failed"
+            data = {"step": manifest.step, "last_good": self.last_step}
+            self._note(kind, f"the checkpoint of step {manifest.step} could not be written: {why}; {good}", data)
+            return
+        seconds = time.perf_counter() - started
+        self.last_step = whole.step
+        self._whole[name] = whole
+        size = sum(whole.files.values())
+        text = f"step {whole.step}: {size / 2**20:,.1f} MiB in {seconds:.2f} s to {self.place.url}/{name}"
+        self._note(
+            "checkpoint_saved", text, {"step": whole.step, "bytes": size, "seconds": round(seconds, 4), "name": name}
+        )
+        self._prune()
+
+    def _write_files(self, name: str, manifest: Manifest) -> Manifest:
+        tensors = self.snapshot.tensors
+        if self._only_finite and (path := self.snapshot.not_finite()) is not None:
+            raise _NotFinite(path)
+        entries, files = lay_out(tensors)
+        pieces = by_file(entries)
+        self.place.begin(name)
+
+        def write(file: str) -> dict[tuple[str, int], int]:
+            views = [
+                (path, piece, rows_as_bytes(tensors[path], piece.start, piece.stop)) for path, piece in pieces[file]
+            ]
+            sums = {(path, piece.start): zlib.crc32(view) for path, piece, view in views}
+            self.place.write(name, file, [view for _, _, view in views])
+            return sums
+
+        sums: dict[tuple[str, int], int] = {}
+        with ThreadPoolExecutor(WRITERS) as pool:
+            for found in pool.map(write, files):
+                sums |= found
+
+        def summed(path: str, piece: Piece) -> Piece:
+            return piece.model_copy(update={"crc32": sums[path, piece.start]})
+
+        whole = manifest.model_copy(
+            update={
+                "files": files,
+                "tensors": {
+                    path: entry.model_copy(update={"pieces": tuple(summed(path, piece) for piece in entry.pieces)})
+                    for path, entry in entries.items()
+                },
+            }
+        )
+        self._hold.check()
+        self.place.commit(name, MANIFEST, whole.to_bytes())
+        return whole
+
+    def _drop(self, name: str) -> None:
+        try:
+            self.place.remove(name, MANIFEST)
+        except Exception:  # it has no manifest, so no reader takes it for one
+            return
+
+    def _prune(self) -> None:
+        for name in to_remove(self._whole, self._broken, self._keep):
+            with contextlib.suppress(Exception):  # it is tried again after the next one
+                self.place.remove(name, MANIFEST)
+                self._whole.pop(name, None)
+                self._broken = [each for each in self._broken if each[1] != name]
+
+    def _note(self, name: str, reason: str, data: dict[str, Any]) -> None:
+        with self._lock:
+            self._notes.append(Note(name=name, reason=reason, data=data))
+
+
+class _NotFinite(Exception):
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.problem = f"{path} holds NaN or infinity"
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}"[:300]

@@ -1,0 +1,189 @@
+"""A run's checkpoints as its spec wants them: when one is due, what goes into it beside tensors, going on from one."""
+
+from __future__ import annotations
+
+import os
+import platform as machine
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from twinstep.spec.errors import SpecError
+from twinstep.spec.job import CheckpointSpec, JobSpec
+from twinstep.worker.checkpoint.content import RANDOM, live_tensors
+from twinstep.worker.checkpoint.keep import Keep
+from twinstep.worker.checkpoint.manifest import Manifest
+from twinstep.worker.checkpoint.saver import Checkpoints
+from twinstep.worker.compile import StepCompiler
+from twinstep.worker.train.versions import software_versions
+
+PLACE = "TWINSTEP_CHECKPOINTS"
+"""Environment variable: the job's own place, where a control plane gave it one."""
+ATTEMPT = "TWINSTEP_ATTEMPT"
+SCORES = ("auc", "ne", "log_loss")
+
+
+def place_of(spec: CheckpointSpec) -> str | None:
+    """Return where checkpoints go, None for nowhere.
+
+    Raises:
+        SpecError: some are wanted, and there is no place for them.
+    """
+    where = os.environ.get(PLACE) or spec.path
+    if where is None and spec.periodic:
+        raise SpecError(
+            "checkpoints are wanted, and checkpoint.path names no place for them",
+            remedy="checkpoint: {path: DIRECTORY}, or submit the job to a control plane, which has one",
+        )
+    return where
+
+
+class Saving:
+    """Saves one run's state, and brings a saved one back.
+
+    Args:
+        tell: reports an event and shows it.
+
+    Raises:
+        TakenError: another process writes to the same place.
+        UnavailableError: the place cannot be written.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        where: str | Path,
+        *,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        compiler: StepCompiler,
+        tell: Callable[[str, str, dict[str, Any]], None],
+    ) -> None:
+        self._spec, self._tell = spec, tell
+        self._model, self._optimizers, self._compiler = model, optimizers, compiler
+        wanted = spec.checkpoint
+        run = os.environ.get("TWINSTEP_RUN_ID")
+        self._checkpoints = Checkpoints(
+            where,
+            keep=Keep(last=wanted.keep_last, best=wanted.keep_best, metric=wanted.best_by),
+            owner=f"{f'run {run}' if run else 'twinstep train'} on {machine.node()} (process {os.getpid()})",
+            lineage=os.environ.get(PLACE, ""),
+            attempt=_number(os.environ.get(ATTEMPT)),
+            only_finite=spec.debug.stop_on_nonfinite or spec.train.on_nan != "stop",
+        )
+        self.key = ""
+        """Digest of the newest CompileKey, to be put into checkpoints."""
+        self._saved_step = -1
+        self._saved_at = time.monotonic()
+
+    @property
+    def last_good(self) -> int | None:
+        """Step of the newest checkpoint that is whole."""
+        return self._checkpoints.last_step
+
+    def restore(self) -> Manifest | None:
+        """Bring back the newest state that is whole, tensors and random numbers; None: there is none.
+
+        Raises:
+            MisfitError: it is of another model; nothing was changed.
+            DamagedError: there are checkpoints, and none is whole.
+        """
+        found = self._checkpoints.restore(self._model, self._optimizers)
+        self.look()
+        if found is None:
+            return None
+        manifest, values = found
+        self._compiler_takes(values)
+        self._saved_step = manifest.step
+        return manifest
+
+    def _compiler_takes(self, values: Mapping[str, Tensor]) -> None:
+        name = random_name(self._spec)
+        if self._spec.compile.backend != "eager":
+            self._compiler.push()
+        if name in values:
+            self._compiler.set_random_state(values[name].clone())
+        elif getattr(self._spec.model, "dropout", 0.0) > 0:
+            text = "the checkpoint is another backend's: dropout goes on with other masks"
+            self._tell("random_state_differs", text, {})
+
+    def due(self, step: int, *, scored: bool) -> bool:
+        """Say whether the state after `step` is to be saved now; `scored`: it was evaluated."""
+        wanted = self._spec.checkpoint
+        if step == self._saved_step or step == 0:
+            return False
+        by_steps = wanted.every_steps is not None and step % wanted.every_steps == 0
+        by_time = wanted.every_seconds is not None and time.monotonic() - self._saved_at >= wanted.every_seconds
+        by_score = scored and wanted.keep_best > 0
+        if by_time and not (by_steps or by_score) and self._checkpoints.busy:
+            return False  # the disk is slower than the clock: the next step asks again
+        return by_steps or by_time or by_score
+
+    def save(self, step: int, about: dict[str, Any], *, scores: Mapping[str, float | None] | None = None) -> None:
+        """Copy the state after `step`, and let it be written beside the run."""
+        told = {name: float(value) for name, value in (scores or {}).items() if name in SCORES and value is not None}
+        self._checkpoints.save(self.tensors(), step=step, about=self._about(about), scores=told)
+        self._saved_step, self._saved_at = step, time.monotonic()
+
+    def save_last(self, step: int, about: dict[str, Any], *, within: float) -> bool:
+        """Save the state after `step` where it is not saved yet, and wait until it is written, for so many seconds.
+
+        Returns:
+            Whether the newest checkpoint is the one of `step`.
+        """
+        ends = time.monotonic() + within
+        if self._checkpoints.finish(within) and step not in (0, self._checkpoints.last_step):
+            self.save(step, about)
+            self._checkpoints.finish(max(0.0, ends - time.monotonic()))
+        self.look()
+        return step in (0, self._checkpoints.last_step)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the run's state by path: the live tensors, brought up to date, and the random generator's."""
+        return run_tensors(self._spec, self._model, self._optimizers, self._compiler)
+
+    def _about(self, more: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "spec": self._spec.model_dump(mode="json"),
+            "versions": software_versions(),
+            "compile_key": self.key,
+            "host": machine.node(),
+            **more,
+        }
+
+    def look(self) -> None:
+        """Report what happened beside the run."""
+        for note in self._checkpoints.notes():
+            self._tell(note.name, note.reason, note.data)
+
+    def close(self) -> None:
+        """Wait for what is being written, report it, and let others write there."""
+        self._checkpoints.close()
+        self.look()
+
+
+def random_name(spec: JobSpec) -> str:
+    """Return the path of the random state that a spec's backend draws from."""
+    return f"{RANDOM}{'xla' if spec.compile.backend == 'xla' else 'torch'}"
+
+
+def run_tensors(
+    spec: JobSpec, model: nn.Module, optimizers: Mapping[str, Optimizer], compiler: StepCompiler
+) -> dict[str, Tensor]:
+    """Return a run's state by path: its live tensors, brought up to date, and its random generator's."""
+    compiler.pull()
+    return live_tensors(model, optimizers) | {random_name(spec): compiler.random_state()}
+
+
+def restore_random(compiler: StepCompiler, spec: JobSpec, values: Mapping[str, Tensor]) -> None:
+    """Let a compiler draw on from where a snapshot of its own was taken."""
+    compiler.set_random_state(torch.clone(values[random_name(spec)]))
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdecimal() else 0
