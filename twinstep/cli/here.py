@@ -42,7 +42,7 @@ def train(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
     try:
         summary = run_spec(spec, console=screen, quiet=as_json)
     except ModuleNotFoundError as error:  # torch and the rest are imported inside
-        raise _needs_worker("training", error) from None
+        raise needs_worker("training", error) from None
     with giving_up(sys.stdout):  # the run is done, whether or not anybody reads of it
         if as_json:
             print_json({"summary": summary.model_dump(mode="json")})
@@ -70,7 +70,7 @@ def compile_ahead(
     try:
         from twinstep.worker.train.ahead import compile_spec
     except ModuleNotFoundError as error:
-        raise _needs_worker("compiling", error) from None
+        raise needs_worker("compiling", error) from None
     report = compile_spec(spec, topology=topology, effort="quick" if quick else "full")
     if as_json:
         print_json({"report": report.as_json()})
@@ -89,7 +89,7 @@ def validate(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
     return 0
 
 
-def _needs_worker(what: str, error: ModuleNotFoundError) -> Exception:
+def needs_worker(what: str, error: ModuleNotFoundError) -> Exception:
     """Return what to raise where a package is missing: the user's lack, unless the package is our own."""
     if error.name is None or error.name.split(".")[0] == "twinstep":
         return error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinstep.spec.errors import CompileError, TrainError, TwinstepError, UnavailableError
@@ -119,6 +120,34 @@ def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
             column, justify="right" if column in right else "left", overflow="fold" if column == "id" else "ellipsis"
         )
     return table
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place for a report before it is worked for.
+
+    Raises:
+        UnavailableError: it is a directory, or lies in none.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise UnavailableError(
+            f"the report cannot be written to {path}: "
+            + ("it is a directory" if path.is_dir() else f"there is no directory {path.parent}"),
+            remedy="--html report.html",
+        )
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a report.
+
+    Raises:
+        UnavailableError: it cannot be written there.
+    """
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UnavailableError(
+            f"the report cannot be written to {path}: {error.strerror}", remedy="--html with a place you can write to"
+        ) from error
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:

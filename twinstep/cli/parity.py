@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from twinstep.cli.here import JsonOpt, Lowered, SpecArg
-from twinstep.cli.output import EXIT_FAILED, console, one_line, plain_table, print_json
+from twinstep.cli.output import EXIT_FAILED, check_place, console, one_line, plain_table, print_json, write_page
 from twinstep.cli.specfile import read_spec
 from twinstep.spec.errors import UnavailableError
 
@@ -45,7 +45,7 @@ def parity(
     """Compare compiled steps with eager PyTorch, tensor by tensor; exit code 1 where one is over its tolerance."""
     spec = read_spec(spec_path)
     if html is not None:
-        _check_place(html)
+        check_place(html)
     from twinstep.worker.train.parity import parity_spec
 
     screen = console(stderr=True)
@@ -66,7 +66,7 @@ def parity(
             remedy="pip install 'twinstep[worker,data]'",
         ) from None
     if html is not None:
-        _write(html, report)
+        write_page(html, report.to_html())
     if as_json:
         print_json({"parity": report.to_json()})
     else:
@@ -96,22 +96,3 @@ def _table(report: ParityReport) -> Table:
             "excluded" if tensor.excluded else "ok" if tensor.ok else "OVER",
         )
     return table
-
-
-def _check_place(path: Path) -> None:
-    """Refuse a place for the report before minutes of compiling."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise UnavailableError(
-            f"the report cannot be written to {path}: "
-            + ("it is a directory" if path.is_dir() else f"there is no directory {path.parent}"),
-            remedy="--html report.html",
-        )
-
-
-def _write(path: Path, report: ParityReport) -> None:
-    try:
-        path.write_text(report.to_html(), encoding="utf-8")
-    except OSError as error:
-        raise UnavailableError(
-            f"the report cannot be written to {path}: {error.strerror}", remedy="--html with a place you can write to"
-        ) from error

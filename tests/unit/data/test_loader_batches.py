@@ -40,10 +40,12 @@ def test_every_batch_has_one_shape_and_its_tokens_stand_in_their_slots(dataset: 
     spec = spec_with(budget)
     loader = Loader(dataset, spec, seed=1)
     shapes = {tuple(x.shape for x in loader.train_batch(s)[0]) for s in range(30)}
-    shapes |= {tuple(x.shape for x in batch) for batch, _ in loader.eval_batches()}
     assert len(shapes) == 1
-    for batch, stats in [loader.train_batch(s) for s in range(30)] + list(loader.eval_batches()):
-        B, U, T = spec.batch_size, spec.uih_len, spec.uih_tokens
+    held_out = list(loader.eval_batches())
+    assert len({tuple(x.shape for x in batch) for batch, _ in held_out}) == 1
+    assert not any(stats.events_cut for _, stats in held_out), "held-out histories are whole"
+    for batch, stats in [loader.train_batch(s) for s in range(30)] + held_out:
+        B, U, T = spec.batch_size, spec.uih_len, len(batch.token_slot)
         filled = batch.slot_token.reshape(-1) < T
         assert int(filled.sum()) == stats.real_tokens == T - stats.dummy_tokens
         slots = torch.arange(B * U)[filled]
@@ -66,9 +68,8 @@ def test_every_batch_has_one_shape_and_its_tokens_stand_in_their_slots(dataset: 
 
 
 def test_a_row_over_budget_keeps_its_newest_events(dataset: Dataset) -> None:
-    whole = next(Loader(dataset, spec_with(), seed=0).eval_batches())
-    tight = next(Loader(dataset, spec_with(3), seed=0).eval_batches())
-    assert tight[1].events_cut == whole[1].real_tokens - tight[1].real_tokens
+    whole, tight = (Loader(dataset, spec_with(budget), seed=0).train_batch(9) for budget in (None, 3))
+    assert 0 < tight[1].events_cut == whole[1].real_tokens - tight[1].real_tokens
     for b in range(6):
         full = whole[0].uih_ids[0][whole[0].slot_token[b, : whole[0].uih_lengths[b]]]
         kept = tight[0].uih_ids[0][tight[0].slot_token[b, : tight[0].uih_lengths[b]]]

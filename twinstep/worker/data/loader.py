@@ -26,6 +26,14 @@ from twinstep.worker.data.samples import Samples
 # Shapes: B rows, U history slots, K candidate slots, T packed tokens, F item features, Q tasks.
 
 
+def train_order(dataset: Dataset | MultiHotDataset, *, seed: int) -> SampleOrder:
+    """Return the order in which a dataset's training samples come; rows without histories come at random."""
+    if isinstance(dataset, MultiHotDataset):
+        return SampleOrder(dataset.train, np.zeros_like(dataset.train), seed=seed)
+    samples = dataset.train
+    return SampleOrder(samples, samples.history_end - dataset.log.start[samples.user], seed=seed)
+
+
 class Loader:
     """Batches of one dataset, all of one shape.
 
@@ -40,7 +48,7 @@ class Loader:
         self._dataset = dataset
         self._spec = spec
         self._share = share or HostShare()
-        self._order = SampleOrder(dataset.train, seed=seed)
+        self._order = train_order(dataset, seed=seed)
         self._origin = 0
 
     @property
@@ -76,19 +84,27 @@ class Loader:
             start += 1
 
     def eval_batches(self) -> Iterator[tuple[AnyBatch, BatchStats]]:
-        """Yield every held-out sample once, in order of time; the last batch is filled up with dummy rows."""
+        """Yield every held-out sample once, in order of time; the last batch is filled up with dummy rows.
+
+        Histories are whole: neighbours in time are often of one user, so a budget that is right for batches dealt
+        evenly would cut many, and a score would depend on who else was asked for at the time.
+        """
         size = self._spec.batch_size
         for first in range(0, len(self._dataset.eval), size):
-            yield self._pack(self._dataset.eval, np.arange(first, min(first + size, len(self._dataset.eval))))
+            yield self._pack(
+                self._dataset.eval, np.arange(first, min(first + size, len(self._dataset.eval))), whole=True
+            )
 
-    def _pack(self, samples: Samples | Ints, chosen: Ints) -> tuple[AnyBatch, BatchStats]:
+    def _pack(self, samples: Samples | Ints, chosen: Ints, *, whole: bool = False) -> tuple[AnyBatch, BatchStats]:
         """Pack this host's share of the global batch of the samples `chosen` (at most B of them)."""
         begun = time.perf_counter()
         packed: tuple[AnyBatch, BatchStats]
-        if not isinstance(samples, Samples):
-            packed = self._own_bags(samples[chosen])
+        if isinstance(samples, Samples):
+            budget = self._spec.uih_len if whole else self._spec.uih_budget or self._spec.uih_len
+            pack = self._own_rows if self._share.layout == "rows" else self._slice
+            packed = pack(samples, chosen, budget)
         else:
-            packed = self._own_rows(samples, chosen) if self._share.layout == "rows" else self._slice(samples, chosen)
+            packed = self._own_bags(samples[chosen])
         batch, stats = packed
         return batch, dataclasses.replace(stats, pack_s=time.perf_counter() - begun)
 
@@ -99,23 +115,23 @@ class Loader:
         first = self._share.host * block
         return self._dataset.pack(rows[first : first + block], block)
 
-    def _slice(self, samples: Samples, chosen: Ints) -> tuple[Batch, BatchStats]:
+    def _slice(self, samples: Samples, chosen: Ints, budget: int) -> tuple[Batch, BatchStats]:
         """Pack the global batch and take this host's slice of it."""
         share, block = self._share, self._share.block(self._spec.batch_size)
         asked = samples.history_end[chosen] - samples.history_start[chosen]
-        kept = fit_budget(asked, self._spec.uih_tokens)
-        whole, stats = self._block(samples, chosen, asked, kept, rows=block * share.hosts)
+        kept = fit_budget(asked, self._spec.batch_size * budget)
+        whole, stats = self._block(samples, chosen, asked, kept, rows=block * share.hosts, budget=budget)
         return (whole, stats) if share.hosts == 1 else slice_of(whole, asked=asked, kept=kept, share=share)
 
-    def _own_rows(self, samples: Samples, chosen: Ints) -> tuple[Batch, BatchStats]:
+    def _own_rows(self, samples: Samples, chosen: Ints, budget: int) -> tuple[Batch, BatchStats]:
         """Pack this host's rows as a batch of their own, with the N of all hosts' rows."""
-        share, spec = self._share, self._spec
-        block = share.block(spec.batch_size)
+        share, block = self._share, self._share.block(self._spec.batch_size)
         asked = samples.history_end[chosen] - samples.history_start[chosen]
-        tokens = block * (spec.uih_budget or spec.uih_len)
-        kept = [fit_budget(asked[first : first + block], tokens) for first in range(0, block * share.hosts, block)]
+        kept = [
+            fit_budget(asked[first : first + block], block * budget) for first in range(0, block * share.hosts, block)
+        ]
         own = slice(share.host * block, (share.host + 1) * block)
-        batch, stats = self._block(samples, chosen[own], asked[own], kept[share.host], rows=block)
+        batch, stats = self._block(samples, chosen[own], asked[own], kept[share.host], rows=block, budget=budget)
         counts = samples.cand_end[chosen] - samples.cand_start[chosen]
         return batch._replace(n=self._n(np.concatenate(kept), counts)), stats
 
@@ -128,10 +144,12 @@ class Loader:
         assert isinstance(self._dataset, Dataset)  # noqa: S101
         return self._dataset
 
-    def _block(self, samples: Samples, chosen: Ints, asked: Ints, kept: Ints, *, rows: int) -> tuple[Batch, BatchStats]:
+    def _block(
+        self, samples: Samples, chosen: Ints, asked: Ints, kept: Ints, *, rows: int, budget: int
+    ) -> tuple[Batch, BatchStats]:
         """Build a batch of the samples `chosen`, which keep `kept` of their `asked` events, and of dummies."""
         data, spec = self._events(), self._spec
-        B, U, K, T = rows, spec.uih_len, spec.num_candidates, rows * (spec.uih_budget or spec.uih_len)
+        B, U, K, T = rows, spec.uih_len, spec.num_candidates, rows * budget
         lengths, counts = _fill(kept, B), _fill(samples.cand_end[chosen] - samples.cand_start[chosen], B)
         starts, first_cand = _fill(samples.history_end[chosen] - kept, B), _fill(samples.cand_start[chosen], B)
 

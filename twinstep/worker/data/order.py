@@ -1,7 +1,11 @@
 """Which training samples come when, and which are a host's: seeded epochs, hosts, a position to go on from. Pure.
 
-`loader.py` asks. The order depends on the seed and on the number of samples alone, so neither the batch size nor the
-number of hosts changes which sample follows which.
+`loader.py` asks. The order depends on the seed and on the samples alone, so neither the batch size nor the number of
+hosts changes which sample follows which.
+
+Long and short histories alternate: of any STRATA samples in a row each comes from another STRATA-th of the samples in
+order of their histories' lengths. Batches then hold about equally many events, so that a token budget close to the mean
+cuts few of them and pads little.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from twinstep.worker.data.events import Ints
 from twinstep.worker.data.samples import Samples
 
 Layout = Literal["rows", "slices"]
+STRATA = 16  # batches smaller than this are less even; of more strata each draws from fewer samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +58,14 @@ class SampleOrder:
 
     Args:
         samples: what is gone through; or numbers of rows.
+        lengths: [S] int64: events of each sample's user before it, those that no history has room for too: the order
+            does not change with the histories' lengths.
         seed: epochs are permutations drawn from (seed, epoch).
     """
 
-    def __init__(self, samples: Samples | Ints, *, seed: int) -> None:
+    def __init__(self, samples: Samples | Ints, lengths: Ints, *, seed: int) -> None:
         self._count = len(samples)
+        self._lengths = lengths
         self._seed = seed
         self._digest = _digest(samples)
         self._epochs: dict[int, Ints] = {}
@@ -72,7 +80,7 @@ class SampleOrder:
         if epoch not in self._epochs:
             while len(self._epochs) > 1:  # a batch may span two epochs, rarely more
                 del self._epochs[min(self._epochs)]
-            self._epochs[epoch] = np.random.default_rng([self._seed, epoch]).permutation(self._count)
+            self._epochs[epoch] = even_permutation(self._lengths, np.random.default_rng([self._seed, epoch]))
         return self._epochs[epoch]
 
     def position(self, taken: int) -> dict[str, Any]:
@@ -103,6 +111,23 @@ class SampleOrder:
                 remedy="keep train.seed and, under data, dataset, split and num_candidates; or start the run anew",
             )
         return taken
+
+
+def even_permutation(lengths: Ints, rng: np.random.Generator) -> Ints:
+    """Return a random order of the samples, [S] int64, in which long and short histories alternate.
+
+    Place i takes a sample of stratum strata[i mod STRATA]; strata are neighbours in order of length, of equal ones in
+    random order. So any STRATA places in a row take one of each, wherever a batch begins.
+    """
+    count = len(lengths)
+    shuffled = rng.permutation(count)
+    by_length = shuffled[np.argsort(lengths[shuffled], kind="stable")]
+    stratum = rng.permutation(STRATA)[np.arange(count) % STRATA]
+    places = np.argsort(stratum, kind="stable")  # those of the first stratum, of the second, ...
+    within = np.lexsort((rng.random(count), stratum[places]))
+    order = np.empty(count, dtype=np.int64)
+    order[places] = by_length[within]
+    return order
 
 
 def _digest(samples: Samples | Ints) -> str:
