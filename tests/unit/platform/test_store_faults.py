@@ -16,7 +16,7 @@ import httpx
 import psycopg
 import pytest
 
-from twinstep.platform.store import ids, postgresql, sqlite
+from twinstep.platform.store import ids, postgresql, sqlite, submits
 from twinstep.platform.store import store as store_module
 from twinstep.platform.store.store import Store
 from twinstep.spec.errors import UnavailableError
@@ -140,7 +140,7 @@ def test_a_full_disk_is_a_503_that_says_so_and_the_worker_may_send_again(live: A
         raise OperationalError("INSERT", {}, full)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "add_job", broken)
+        patch.setattr(submits, "_write", broken)
         answer = live.http.post("/v1/jobs", json={"name": "a"}, headers={"Idempotency-Key": "k"})
     assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
     assert answer.json()["remedy"]
@@ -161,7 +161,7 @@ class Clock:
 @pytest.mark.parametrize("step", [-86_400.0 * 400, -3600.0, 3600.0, 86_400.0 * 4000])
 def test_a_clock_that_jumps_puts_nothing_out_of_order(store: Store, monkeypatch: Any, step: float) -> None:
     clock = Clock(1_800_000_000.0)
-    for module in (store_module, ids):
+    for module in (store_module, submits, ids):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(ids, "_last", 0)
     before = [store.create_job(SPEC).id for _ in range(3)]

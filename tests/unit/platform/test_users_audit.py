@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import text
 
 from twinstep.platform.api.limits import FAILURES
+from twinstep.platform.store import submits
 from twinstep.platform.store.entry import Entry, under_way
-from twinstep.platform.store.submits import add_job
 from twinstep.spec.errors import UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.roles import Role
@@ -97,23 +97,22 @@ def test_whoever_is_not_known_fills_neither_the_log_nor_the_memory(live, admin, 
     assert ask(admin).status_code == 200
 
 
-def test_a_line_is_there_if_and_only_if_its_change_is(live) -> None:
+def test_a_line_is_there_if_and_only_if_its_change_is(live, monkeypatch) -> None:
     store = live.plane.store
     entry = Entry(actor="ada", action="job.submit", project="default")
-    spec = JobSpec(name="a").model_dump(mode="json")
 
-    def fails() -> None:
-        with store.database.write() as connection:
-            add_job(connection, "a", spec, actor="ada", project="default")
-            assert entry.written
-            raise RuntimeError("the disk")
+    def fails(*_: object) -> None:  # the last thing before the commit
+        raise RuntimeError("the disk")
 
-    with under_way(entry), pytest.raises(RuntimeError, match="the disk"):
-        fails()
+    with monkeypatch.context() as patch:
+        patch.setattr(submits, "_jobs", fails)
+        with under_way(entry), pytest.raises(RuntimeError, match="the disk"):
+            store.create_job(JobSpec(name="a"), actor="ada")
     assert not entry.written
     assert (log(live), store.jobs(limit=10).items) == ([], [])
     with under_way(entry):
         job = store.create_job(JobSpec(name="a"), actor="ada")
+    assert entry.written
     assert [(each["target"], each["outcome"]) for each in log(live)] == [(job.id, "done")]
 
 

@@ -113,7 +113,12 @@ def principal_of(request: Request) -> Principal:
     return principal
 
 
-Caller = Annotated[Principal, Depends(principal_of)]
+async def caller_of(request: Request) -> Principal:
+    """Return whoever asks: `principal_of` for routes, which need no thread for it."""
+    return principal_of(request)
+
+
+Caller = Annotated[Principal, Depends(caller_of)]
 
 
 async def authorize(request: Request) -> None:

@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.routing import Match
 
 from twinstep import __version__
-from twinstep.platform.api import attempts, jobs, observe, sessions, stream, users, webhooks, workers
+from twinstep.platform.api import attempts, jobs, observe, sessions, stream, submits, users, webhooks, workers
 from twinstep.platform.api.access import ROUTES, RouteAccess, authorize, check_table
 from twinstep.platform.api.gate import COOKIE, Audited, LoginGate
 from twinstep.platform.api.guard import OriginGuard, asked_once
@@ -26,7 +26,16 @@ from twinstep.spec.report import ReportBatch
 
 _REF = "#/components/schemas/{model}"
 health = APIRouter(tags=["health"])
-_API = (jobs.router, attempts.router, stream.router, workers.router, sessions.router, users.router, webhooks.router)
+_API = (
+    submits.router,
+    jobs.router,
+    attempts.router,
+    stream.router,
+    workers.router,
+    sessions.router,
+    users.router,
+    webhooks.router,
+)
 _SCHEMES = {
     "token": {"type": "http", "scheme": "bearer", "description": "A user's token: twinstep token create."},
     "session": {"type": "apiKey", "in": "cookie", "name": COOKIE, "description": "What POST /v1/session sets."},
@@ -42,7 +51,7 @@ class Health(View):
 
 
 @health.get("/healthz", summary="Is the process there?")
-def healthz() -> Health:
+async def healthz() -> Health:
     """Answer as long as the process does."""
     return Health()
 

@@ -143,7 +143,7 @@ def takes_several(route: APIRoute) -> frozenset[str]:
     return frozenset(found)
 
 
-def asked_once(request: Request) -> None:
+async def asked_once(request: Request) -> None:
     """Raise RequestError where a query parameter that takes one value stands twice: which is meant is not guessed."""
     counts = Counter(name for name, _ in request.query_params.multi_items())
     doubled = {name for name, count in counts.items() if count > 1}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from fastapi.concurrency import run_in_threadpool
+from fastapi import APIRouter, Depends, Query, Request
 
 from twinstep.platform.api.access import Caller
-from twinstep.platform.api.guard import JSON_TYPE, YAML_TYPES, load_json, media_type, no_body, read_body, require_type
+from twinstep.platform.api.guard import no_body
 from twinstep.platform.api.problems import responses
 from twinstep.platform.scheduler.explain import Explanation
 from twinstep.platform.scheduler.service import MAX_BUCKETS, MAX_PAGE, MAX_POINTS, Service
-from twinstep.platform.store.entry import current_entry
 from twinstep.platform.store.logs import MAX_LOG_READ
 from twinstep.platform.store.records import (
     EventPage,
@@ -28,9 +26,7 @@ from twinstep.platform.store.records import (
 )
 from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.spec.catalogue import catalogue
-from twinstep.spec.job import JobSpec
-from twinstep.spec.parse import MAX_SPEC_BYTES, parse_spec, spec_json_schema, validate_spec
-from twinstep.spec.roles import Permission
+from twinstep.spec.parse import spec_json_schema
 from twinstep.spec.states import RunState
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
@@ -44,15 +40,6 @@ Kind = Literal["cpu", "tpu", "gpu"]
 Backend = Literal["inductor", "xla", "eager"]
 Order = Literal["newest", "oldest", "name", "-name"]
 
-_SPEC_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            kind: {"schema": {"$ref": "#/components/schemas/JobSpec"}} for kind in (JSON_TYPE, "application/yaml")
-        },
-    }
-}
-
 
 class RunList(View):
     """A job's runs, first attempt first."""
@@ -60,7 +47,7 @@ class RunList(View):
     items: list[Run]
 
 
-def service_of(request: Request) -> Service:
+async def service_of(request: Request) -> Service:
     """Return the service the app was made with."""
     service: Service = request.app.state.service
     return service
@@ -69,71 +56,7 @@ def service_of(request: Request) -> Service:
 Asked = Annotated[Service, Depends(service_of)]
 
 
-async def spec_in(request: Request) -> JobSpec:
-    """Return the JobSpec in the body, or raise SpecError naming each field."""
-    require_type(request, JSON_TYPE, *YAML_TYPES)
-    body = await read_body(request, limit=MAX_SPEC_BYTES)
-    if media_type(request) == JSON_TYPE:
-        return await run_in_threadpool(lambda: validate_spec(load_json(body)))
-    return await run_in_threadpool(parse_spec, body)
-
-
-ProjectQuery = Annotated[
-    str | None,
-    Query(
-        max_length=63,
-        description="The project; else `default`, or the only one the user may submit to. It fills in or limits "
-        "`kubernetes.namespace`, `kubernetes.queue` and `kubernetes.image`.",
-    ),
-]
-
-
-@router.post(
-    "/jobs",
-    status_code=201,
-    openapi_extra=_SPEC_BODY,
-    responses={
-        200: {"model": JobDetail, "description": "This key had stored it before"},
-        **responses(404, 409, 413, 415),
-    },
-    summary="Submit a job",
-)
-def submit(
-    service: Asked,
-    caller: Caller,
-    spec: Annotated[JobSpec, Depends(spec_in)],
-    response: Response,
-    project: ProjectQuery = None,
-    idempotency_key: Annotated[
-        str | None,
-        Header(
-            min_length=1,
-            max_length=255,
-            pattern=r"^[\x21-\x7e]+$",
-            description="The same key and spec again give the job that is there: safe to send again after a time-out.",
-        ),
-    ] = None,
-) -> JobDetail:
-    """Store a job from its spec; the scheduler takes it from there. `Location` says where it is.
-
-    201 where it was stored now, 200 where this key had stored it before, 409 where the key came with another spec.
-    """
-    spec, home = service.accounts.place(caller, spec, project)
-    if (entry := current_entry()) is not None:
-        entry.project = home.name
-        entry.data = {"name": spec.name, "security": spec.kubernetes.security}
-    new = True
-    if idempotency_key is None:
-        job = service.submit_job(spec, actor=caller.user, project=home.name)
-    else:
-        job, new = service.submit_job_once(spec, key=idempotency_key, actor=caller.user, project=home.name)
-    response.headers["Location"] = f"/v1/jobs/{job.id}"
-    if not new:
-        response.status_code = 200
-    return job
-
-
-def wanted_jobs(
+async def wanted_jobs(
     caller: Caller,
     state: Annotated[list[RunState] | None, Query(description="Only jobs in one of these states.")] = None,
     accelerator: Annotated[list[Kind] | None, Query(description="Only jobs on one of these accelerators.")] = None,
@@ -277,49 +200,6 @@ def read_log(
     wanted = LogFilter(slice=slice_, host=host, restart=restart)
     service.check_place(job_id, wanted, run_id=run_id)
     return service.read_log(job_id, offset=offset, limit=limit, tail=tail, run_id=run_id, wanted=wanted)
-
-
-class Plan(View):
-    """What a spec would become in a cluster; nothing is stored or sent."""
-
-    name: str
-    """Of the workload."""
-    namespace: str
-    numbers: dict[str, int | str]
-    """Chips, hosts, pods, processes, devices: what follows from the accelerator."""
-    warnings: list[str]
-    objects: list[dict[str, Any]]
-    """The Kubernetes objects, in the order in which they are applied."""
-    diff: str | None = None
-    """Unified diff of the manifests against those of a job's newest run, empty where nothing differs; null where no
-    job was named."""
-
-
-@router.post("/jobs:plan", openapi_extra=_SPEC_BODY, responses=responses(404, 413, 415), summary="Plan a job")
-def plan(
-    service: Asked,
-    caller: Caller,
-    spec: Annotated[JobSpec, Depends(spec_in)],
-    project: ProjectQuery = None,
-    job_id: Annotated[
-        str | None, Query(max_length=64, description="A job to compare with: `diff` says what would be different.")
-    ] = None,
-) -> Plan:
-    """Render a spec for a cluster and check it as the cluster would, without creating anything."""
-    spec = service.accounts.place(caller, spec, project)[0]
-    found = service.plan_job(spec)
-    diff = None
-    if job_id is not None:
-        service.accounts.check_job(caller, Permission.READ, job_id)
-        diff = service.plan_diff(spec, job_id)
-    return Plan(
-        name=found.name,
-        namespace=found.namespace,
-        numbers=found.numbers,
-        warnings=list(found.warnings),
-        objects=list(found.objects),
-        diff=diff,
-    )
 
 
 @router.get("/topologies", tags=["schema"], responses=responses(), summary="The table of accelerators")

@@ -35,6 +35,7 @@ from twinstep.spec.roles import (
 
 By = Literal["nothing", "token", "session"]
 LOOK_AGAIN_S = 1.0  # a token made beside a control plane that asks for none is noticed so soon
+MAX_REMEMBERED = 1000  # projects
 TOKEN = re.compile(TOKEN_PREFIX + r"[A-Za-z0-9_-]{43,200}")
 
 
@@ -97,6 +98,7 @@ class Accounts:
         self._no_login = settings.no_login
         self._asks = not is_loopback(settings.host)
         self._looked_at = -LOOK_AGAIN_S
+        self._projects: dict[str, Project] = {}
 
     # ---- login ----
 
@@ -176,11 +178,27 @@ class Accounts:
     def project_for(self, principal: Principal, given: str | None) -> Project:
         """Return the project a submit goes to: the one given, the default one, or the only one they may submit to.
 
+        It is remembered from then on; see `remembered_project`.
+
         Raises:
             NotFoundError: there is none of that name, so far as they are to know.
             ForbiddenError: they may not submit there.
             SpecError: none was given, and several come into question.
         """
+        name = self._project_name(principal, given)
+        if len(self._projects) >= MAX_REMEMBERED:
+            self._projects.clear()
+        self._projects[name] = found = self.users.project(name)
+        return found
+
+    def remembered_project(self, principal: Principal, given: str | None) -> Project | None:
+        """Return the project a submit goes to without a look into the database; None where that takes one.
+
+        It may be gone, or be another, by now: whoever stores something in it holds the two together.
+        """
+        return self._projects.get(self._project_name(principal, given))
+
+    def _project_name(self, principal: Principal, given: str | None) -> str:
         if given is None:
             names = principal.projects(Permission.SUBMIT)
             if names is None or DEFAULT_PROJECT in names:
@@ -199,12 +217,15 @@ class Accounts:
                 )  # fmt: skip
                 raise SpecError("the project is not given", remedy=fault.remedy, faults=(fault,))
         self.check(principal, Permission.SUBMIT, given)
-        return self.users.project(given)
+        return given
 
-    def place(self, principal: Principal, spec: JobSpec, given: str | None) -> tuple[JobSpec, Project]:
-        """Return a spec with what its project says of where it runs, and the project; see `project_for` and `place`."""
-        project = self.project_for(principal, given)
-        return place(spec, project, freely=principal.may(Permission.ADMINISTER)), project
+    def place(self, principal: Principal, spec: JobSpec, given: str | None) -> JobSpec:
+        """Return a spec with what its project says of where it runs; see `project_for` and `place`."""
+        return self.place_in(self.project_for(principal, given), principal, spec)
+
+    def place_in(self, project: Project, principal: Principal, spec: JobSpec) -> JobSpec:
+        """Return a spec with what a project says of where it runs; see `place`. Asks no database."""
+        return place(spec, project, freely=principal.may(Permission.ADMINISTER))
 
     # ---- start ----
 

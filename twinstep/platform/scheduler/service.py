@@ -9,6 +9,7 @@ import hmac
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from twinstep.platform.scheduler.accounts import Accounts
@@ -38,6 +39,8 @@ from twinstep.platform.store.records import (
 )
 from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.platform.store.store import Store
+from twinstep.platform.store.submits import Stored, Submit
+from twinstep.platform.store.users import Project
 from twinstep.spec.errors import AuthError, ConflictError, NotFoundError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.machine import machine_hosts
@@ -99,34 +102,33 @@ class Service:
 
     # ---- jobs ----
 
-    def submit_job(self, spec: JobSpec, *, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT) -> JobDetail:
-        """Store a job; the scheduler takes it from there.
-
-        Raises:
-            SpecError: no backend of this control plane can run it; nothing is stored.
-        """
+    def check_runnable(self, spec: JobSpec) -> None:
+        """Raise SpecError where no backend here can run a spec; takes its time, unless it is for cpu."""
         check_runnable(spec, self.settings)
-        job = self._store.create_job(spec, actor=actor, project=project)
-        self._nudge()
-        return job
 
-    def submit_job_once(
-        self, spec: JobSpec, *, key: str, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT
-    ) -> tuple[JobDetail, bool]:
-        """Store a job unless the same submit stored it before; return it, and whether it was stored now.
+    def submit(
+        self, spec: JobSpec, *, home: Project, key: str | None = None, actor: str = LOCAL_USER
+    ) -> Future[Stored]:
+        """Store a job that was checked and that fits its project; the scheduler takes it from there.
+
+        Waits for nothing: the future has the job, and whether it was stored now, or else the error of `Store.submit`.
 
         Args:
             key: the submitter's own, by which a submit that is sent again is known.
+        """
+        future = self._store.submit(Submit(spec=spec, project=home.name, home=home, actor=actor, key=key))
+        future.add_done_callback(lambda _: self._nudge())
+        return future
+
+    def submit_job(self, spec: JobSpec, *, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT) -> JobDetail:
+        """Check and store a job, and wait until it is stored.
 
         Raises:
             SpecError: no backend of this control plane can run it; nothing is stored.
-            ConflictError: the key came with another spec before.
+            NotFoundError: there is no such project.
         """
-        check_runnable(spec, self.settings)
-        job, new = self._store.create_job_once(spec, key=key, actor=actor, project=project)
-        if new:
-            self._nudge()
-        return job, new
+        self.check_runnable(spec)
+        return self.submit(spec, home=self.accounts.users.project(project), actor=actor).result()[0]
 
     def plan_job(self, spec: JobSpec) -> RenderedRun:
         """Return what a spec would become in a cluster, checked as the cluster would; stores and sends nothing.

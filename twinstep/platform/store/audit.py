@@ -8,6 +8,7 @@ itself afterwards.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from sqlalchemy import Connection, insert, select
@@ -68,6 +69,16 @@ def write_entry(connection: Connection, *, target: str, project: str | None = No
     entry.data |= data
     connection.execute(_NEW_ENTRY, _row(entry, "done", ""))
     entry.written = True
+
+
+def write_entries(connection: Connection, entries: Sequence[tuple[Entry, str]]) -> None:
+    """Write entries, each with its target, as done, in the caller's transaction; whoever commits says so on them."""
+    rows = []
+    for entry, target in entries:
+        entry.target = target
+        rows.append(_row(entry, "done", ""))
+    if rows:
+        connection.execute(_NEW_ENTRY, rows)
 
 
 class AuditLog:

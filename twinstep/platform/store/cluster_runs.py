@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import bindparam, select, update
 
 from twinstep.platform.store.database import Database
-from twinstep.platform.store.moves import add_event, guarded_move
+from twinstep.platform.store.moves import Move, add_event, guarded_moves
 from twinstep.platform.store.records import Workload
 from twinstep.platform.store.search import spec_of_run
 from twinstep.platform.store.tables import JobRow, RunRow
@@ -137,17 +137,9 @@ class ClusterRuns:
         self, run: ClusterRun, path: Sequence[RunState], *, reason: str, changes: dict[str, Any] | None = None
     ) -> bool:
         """Move a run along a path of states, an event each; False where another was first."""
+        move = Move(run_id=run.id, path=path, if_version=run.version, reason=reason, changes=changes or {})
         with self._database.write() as connection:
-            moved = guarded_move(
-                connection,
-                run.id,
-                path,
-                if_version=run.version,
-                reason=reason,
-                actor=ACTOR,
-                time=time.time(),
-                changes=changes or {},
-            )
+            (moved,) = guarded_moves(connection, [move], actor=ACTOR, time=time.time())
         if moved is not None:
             self._changed(run.job_id)
         return moved is not None

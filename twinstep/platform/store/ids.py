@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 import threading
 import time
 
@@ -18,7 +18,7 @@ def new_id(prefix: str) -> str:
     global _last
     with _lock:
         _last = max(int(time.time() * 1000), _last + 1)
-        return f"{prefix}-{_base32(_last, _TIME_DIGITS)}{_base32(secrets.randbits(25), _RANDOM_DIGITS)}"
+        return f"{prefix}-{_base32(_last, _TIME_DIGITS)}{_base32(random.getrandbits(25), _RANDOM_DIGITS)}"
 
 
 def _base32(number: int, width: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, insert, select, text, update
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
-from twinstep.platform.store.moves import write_move
+from twinstep.platform.store.moves import Move, guarded_moves
 from twinstep.platform.store.tables import EventRow, MetricRow, RunRow
 from twinstep.spec.errors import NotFoundError
 from twinstep.spec.report import EventRecord, MetricRecord, ProgressRecord, Record, ResultRecord
@@ -90,18 +90,10 @@ def ingest(
     if stored:
         rows.events.extend(_lost_event(run.job_id, run_id, now, gap) for gap in lost)
         if RunState(run.state) in (RunState.STARTING, RunState.RESTARTING):
-            write_move(
-                connection,
-                run_id=run_id,
-                job_id=run.job_id,
-                now=RunState(run.state),
-                to=RunState.RUNNING,
-                version=run.version,
-                reason="its worker reports",
-                actor="worker",
-                time=now,
-                changes={},
-            )
+            move = Move(
+                run_id=run_id, path=[RunState.RUNNING], if_version=run.version, reason="its worker reports"
+            )  # fmt: skip
+            guarded_moves(connection, [move], actor="worker", time=now)
         _write(connection, run_id, rows, acked=acked, now=now, dialect=dialect)
     return Ingested(
         job_id=run.job_id,

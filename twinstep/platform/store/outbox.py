@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import BigInteger, Connection, String, bindparam, delete, func, insert, literal, or_, select, update
+from sqlalchemy import Connection, delete, func, insert, or_, select, update
 from sqlalchemy.orm import aliased
 
 from twinstep.platform.store.audit import write_entry
@@ -97,21 +97,29 @@ def type_of(name: str, data: dict[str, Any]) -> str:
     return f"run.{data['to'] if name == 'state_changed' else name}"
 
 
-_FILL = insert(OutboxRow).from_select(
-    ["webhook_id", "job_id", "event_id", "attempts", "due_at"],
-    select(
-        WebhookRow.id, bindparam("of_job", type_=String), bindparam("of_event", type_=BigInteger),
-        literal(0), literal(0.0),
-    ).where(
-        WebhookRow.disabled_at.is_(None),
-        or_(WebhookRow.types == "", func.replace(WebhookRow.types, bindparam("of_type"), "") != WebhookRow.types),
-    ),
-)  # fmt: skip
+_NEW_PLACE = insert(OutboxRow)
+_WANTED = select(WebhookRow.id, WebhookRow.types).where(WebhookRow.disabled_at.is_(None))
+# One that is deleted meanwhile waits: what is put into its outbox goes with it.
+_WANTED = _WANTED.with_for_update(read=True, key_share=True)
 
 
-def put_in_outbox(connection: Connection, event_id: int, *, job_id: str, name: str, data: dict[str, Any]) -> None:
-    """Give an event a place for each webhook that wants its type, in the caller's transaction."""
-    connection.execute(_FILL, {"of_job": job_id, "of_event": event_id, "of_type": f",{type_of(name, data)},"})
+def webhooks_told(connection: Connection) -> list[tuple[str, str]]:
+    """Return the id of each webhook that is told of events, and the types it asked for, as its column has them."""
+    return [(row.id, row.types) for row in connection.execute(_WANTED)]
+
+
+def put_in_outbox(
+    connection: Connection, told: Sequence[tuple[str, str]], events: Sequence[tuple[int, dict[str, Any]]]
+) -> None:
+    """Give events, by their ids, a place for each webhook that wants their type, in the caller's transaction."""
+    rows = [
+        {"webhook_id": hook_id, "job_id": event["job_id"], "event_id": event_id, "attempts": 0, "due_at": 0.0}
+        for event_id, event in events
+        for hook_id, types in told
+        if types == "" or f",{type_of(event['name'], event['data'])}," in types
+    ]
+    if rows:
+        connection.execute(_NEW_PLACE, rows)
 
 
 class Outbox:

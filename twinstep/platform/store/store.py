@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from sqlalchemy import Select, bindparam, func, select, update
-from sqlalchemy.exc import IntegrityError
 
 from twinstep.platform.store.changes import Changes
 from twinstep.platform.store.database import Database
+from twinstep.platform.store.gather import Gathered
 from twinstep.platform.store.hosts import heard_hosts
 from twinstep.platform.store.ingest import Ingested, ingest
-from twinstep.platform.store.moves import add_event, guarded_move
+from twinstep.platform.store.moves import Move, add_event, guarded_moves
 from twinstep.platform.store.records import (
     Event,
     EventPage,
@@ -30,7 +31,7 @@ from twinstep.platform.store.records import (
 )
 from twinstep.platform.store.search import JobFilter, JobSort, count_states, find_jobs, job_fields, select_jobs
 from twinstep.platform.store.series import SeriesReader, last_values
-from twinstep.platform.store.submits import add_job, known_job, remember_key
+from twinstep.platform.store.submits import Stored, Submit, store_submits
 from twinstep.platform.store.tables import EventRow, JobRow, MetricRow, RunRow
 from twinstep.platform.store.troubles import again
 from twinstep.spec.errors import NotFoundError
@@ -56,6 +57,7 @@ class Store:
         self.changes = Changes()
         self.series = SeriesReader(self._database)
         """Metrics as charts want them."""
+        self._submits = Gathered(self._store, name="submits")
         if self._database.dialect == "postgresql":
             self.changes.share(self._database.url)
 
@@ -65,46 +67,38 @@ class Store:
         return self._database
 
     def close(self) -> None:
-        """Close the database."""
+        """Close the database, once what was submitted is stored."""
+        self._submits.close()
         self.changes.close()
         self._database.close()
 
     # ---- jobs ----
 
-    @again
-    def create_job(self, spec: JobSpec, *, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT) -> JobDetail:
-        """Store a job, its first run (`pending`) and the event of it, all or nothing."""
-        with self._database.write() as connection:
-            job_id = add_job(connection, spec.name, spec.model_dump(mode="json"), actor=actor, project=project)
-        self.changes.bump(job_id)
-        return self.job(job_id)
+    def submit(self, submit: Submit) -> Future[Stored]:
+        """Store a job, its first run (`pending`) and the event of it, all or nothing, together with others that come
+        at the same time; return what will hold it once it is committed.
 
-    @again
+        The future's error is ConflictError where the key came with another request, NotFoundError where there is no
+        such project, HomeChangedError where it is not the one that the spec was made to fit.
+        """
+        return self._submits.ask(submit)
+
+    def _store(self, submits: Sequence[Submit]) -> Sequence[Stored | Exception]:
+        answers = store_submits(self._database, submits)
+        for answer in answers:
+            if isinstance(answer, tuple) and answer[1]:
+                self.changes.bump(answer[0].id)
+        return answers
+
+    def create_job(self, spec: JobSpec, *, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT) -> JobDetail:
+        """Store a job; see `submit`."""
+        return self.submit(Submit(spec=spec, project=project, actor=actor)).result()[0]
+
     def create_job_once(
         self, spec: JobSpec, *, key: str, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT
-    ) -> tuple[JobDetail, bool]:
-        """Store a job unless the actor's `key` has stored it before; return it, and whether it was stored now.
-
-        Raises:
-            ConflictError: the key came with another spec, or for another project, before.
-        """
-        body = spec.model_dump(mode="json")
-        submit = {"spec": body, "project": project}
-        try:
-            with self._database.write() as connection:
-                known = known_job(connection, actor, key, submit)
-                job_id = known or add_job(connection, spec.name, body, actor=actor, project=project)
-                if known is None:
-                    remember_key(connection, actor, key, submit, job_id)
-        except IntegrityError:  # another writer stored the key since it was looked for
-            with self._database.read() as connection:
-                known = known_job(connection, actor, key, submit)
-            if known is None:
-                raise
-            job_id = known
-        if known is None:
-            self.changes.bump(job_id)
-        return self.job(job_id), known is None
+    ) -> Stored:
+        """Store a job unless the actor's `key` has stored it before; return it, and whether it was stored now."""
+        return self.submit(Submit(spec=spec, project=project, actor=actor, key=key)).result()
 
     def job(self, job_id: str) -> JobDetail:
         """Return a job with its spec and the standing of its newest run, or raise NotFoundError."""
@@ -204,17 +198,9 @@ class Store:
         """
         given = {"token_hash": token_hash, "home": home}
         changes = {name: value for name, value in given.items() if value is not None}
+        move = Move(run_id=run_id, path=[to], if_version=if_version, reason=reason, changes=changes)
         with self._database.write() as connection:
-            job_id = guarded_move(
-                connection,
-                run_id,
-                [to],
-                if_version=if_version,
-                reason=reason,
-                actor=actor,
-                time=time.time(),
-                changes=changes,
-            )
+            (job_id,) = guarded_moves(connection, [move], actor=actor, time=time.time())
         if job_id is not None:
             self.changes.bump(job_id)
         return job_id is not None

@@ -1,7 +1,7 @@
-"""What a submit writes, in the caller's transaction: a job, its first run, the event, and the key it came with.
+"""What submits write, many in one transaction: jobs, their first runs, the events, and the keys they came with.
 
-A writer has the database to itself (SQLite) or meets the key's uniqueness (PostgreSQL): of two submits with one key,
-one stores a job and the other finds it.
+Writers have the database to themselves (SQLite) or meet the keys' uniqueness (PostgreSQL): of two submits with one
+key, one stores a job and the other finds it.
 """
 
 from __future__ import annotations
@@ -9,55 +9,186 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, insert, select
+from sqlalchemy.exc import IntegrityError
 
+from twinstep.platform import logs
+from twinstep.platform.store.audit import write_entries
+from twinstep.platform.store.database import Database
+from twinstep.platform.store.entry import Entry, current_entry
 from twinstep.platform.store.ids import new_id
-from twinstep.platform.store.moves import add_event
+from twinstep.platform.store.moves import add_events
+from twinstep.platform.store.records import JobDetail
+from twinstep.platform.store.search import job_fields, select_jobs
 from twinstep.platform.store.tables import IdempotencyRow, JobRow, RunRow
-from twinstep.spec.errors import ConflictError
+from twinstep.platform.store.troubles import again
+from twinstep.platform.store.users import Project, held_projects, no_project
+from twinstep.spec.errors import ConflictError, TwinstepError
+from twinstep.spec.job import JobSpec
 from twinstep.spec.states import RunState
 
-# Made once: what a submit takes is mostly the making of its statements.
+# Made once: the making of a statement takes longer than its execution.
 _NEW_JOB = insert(JobRow)
 _NEW_RUN = insert(RunRow)
 _NEW_KEY = insert(IdempotencyRow)
-_KNOWN = select(IdempotencyRow.digest, IdempotencyRow.job_id).where(
-    IdempotencyRow.owner == bindparam("owner"), IdempotencyRow.key == bindparam("key")
+# Of owners and keys that were asked for, also pairs that were not: whoever asks looks for their own.
+_KNOWN = select(IdempotencyRow.__table__).where(
+    IdempotencyRow.owner.in_(bindparam("owners", expanding=True)),
+    IdempotencyRow.key.in_(bindparam("keys", expanding=True)),
 )
+_JOBS = select_jobs().where(JobRow.id.in_(bindparam("job_ids", expanding=True)))
 
 
-def add_job(connection: Connection, name: str, spec: dict[str, Any], *, actor: str, project: str) -> str:
-    """Write a job, its first run (`pending`) and the event of it; return the job's id."""
-    now, job_id, run_id = time.time(), new_id("job"), new_id("run")
-    job = {"id": job_id, "name": name, "spec": spec, "created_at": now, "project": project, "submitted_by": actor}
-    connection.execute(_NEW_JOB, job)
-    connection.execute(
-        _NEW_RUN,
-        {
-            "id": run_id,
-            "job_id": job_id,
-            "attempt": 1,
-            "backend": backend_of(spec),
-            "state": RunState.PENDING,
-            "reason": "submitted; the scheduler has not looked at it yet",
-            "version": 1,
-            "created_at": now,
-            "acked_seq": 0,
-        },
-    )
-    add_event(
-        connection,
-        job_id=job_id,
-        run_id=run_id,
-        time=now,
-        name="submitted",
-        actor=actor,
-        reason=f"job {name} was submitted",
-        data={"to": RunState.PENDING},
-    )
-    return job_id
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submit:
+    """A job that is to be stored, with what is known of who asks for it."""
+
+    spec: JobSpec
+    project: str
+    actor: str
+    home: Project | None = None
+    """The project as the spec was made to fit it; stored only while it is that one. None: whatever it is by then."""
+    key: str | None = None
+    """The submitter's own, by which a submit that is sent again is known."""
+    entry: Entry | None = field(default_factory=current_entry)
+    """Of the request that is worked on."""
+    facts: Mapping[str, str] = field(default_factory=logs.facts)
+    """What the log's lines of it are about."""
+    body: dict[str, Any] = field(init=False)
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        body = self.spec.model_dump(mode="json")
+        object.__setattr__(self, "body", body)
+        object.__setattr__(self, "digest", digest_of({"spec": body, "project": self.project}))
+
+
+Stored = tuple[JobDetail, bool]
+"""A job, and whether it was stored now."""
+
+
+def store_submits(database: Database, submits: Sequence[Submit]) -> Sequence[Stored | Exception]:
+    """Store jobs in one transaction; return each, or why it is not stored: the others are, all the same.
+
+    The answer to a submit that came before is the job as it is now.
+    """
+    try:
+        return _committed(database, submits)
+    except IntegrityError:  # another control plane stored a key since it was looked for
+        return [_alone(database, each) for each in submits]
+
+
+def _alone(database: Database, submit: Submit) -> Stored | Exception:
+    try:
+        return _committed(database, [submit])[0]
+    except IntegrityError:
+        try:
+            return _committed(database, [submit])[0]  # it finds what the first try met
+        except (IntegrityError, TwinstepError) as error:
+            return error
+    except TwinstepError as error:
+        return error
+
+
+@again
+def _committed(database: Database, submits: Sequence[Submit]) -> Sequence[Stored | Exception]:
+    with database.write() as connection:
+        answers = _store(connection, submits)
+    for each, answer in zip(submits, answers, strict=True):
+        if each.entry is not None and isinstance(answer, tuple) and answer[1]:
+            each.entry.written = True
+    return answers
+
+
+def _store(connection: Connection, submits: Sequence[Submit]) -> list[Stored | Exception]:
+    homes = held_projects(connection, {each.project for each in submits})
+    known = _known(connection, [(each.actor, each.key) for each in submits if each.key is not None])
+    found: list[tuple[str, bool] | TwinstepError] = []
+    new: list[tuple[Submit, str]] = []
+    for each in submits:
+        try:
+            job_id = None if each.key is None else _same(known.get((each.actor, each.key)), each.key, each.digest)
+            if job_id is None:
+                _check_home(each, homes)
+                job_id = new_id("job")
+                new.append((each, job_id))
+                if each.key is not None:
+                    known[each.actor, each.key] = (each.digest, job_id)
+                found.append((job_id, True))
+            else:
+                found.append((job_id, False))
+        except TwinstepError as error:
+            found.append(error)
+    if new:
+        _write(connection, new)
+    jobs = _jobs(connection, {item[0] for item in found if isinstance(item, tuple)})
+    return [(jobs[item[0]], item[1]) if isinstance(item, tuple) else item for item in found]
+
+
+def _check_home(submit: Submit, homes: Mapping[str, Project]) -> None:
+    """Raise where the submit's project is gone, or another has its name by now."""
+    home = homes.get(submit.project)
+    if home is None:
+        raise no_project(submit.project)
+    if submit.home is not None and submit.home != home:
+        raise HomeChangedError(f"the project {submit.project} was changed meanwhile", remedy="send it once more")
+
+
+class HomeChangedError(ConflictError):
+    """A project is another than the one that a spec was made to fit."""
+
+
+def _write(connection: Connection, new: Sequence[tuple[Submit, str]]) -> None:
+    now = time.time()
+    jobs, runs, events, keys = [], [], [], []
+    for each, job_id in new:
+        run_id, name = new_id("run"), each.spec.name
+        jobs.append(
+            {
+                "id": job_id,
+                "name": name,
+                "spec": each.body,
+                "created_at": now,
+                "project": each.project,
+                "submitted_by": each.actor,
+            }
+        )
+        runs.append(
+            {
+                "id": run_id,
+                "job_id": job_id,
+                "attempt": 1,
+                "backend": backend_of(each.body),
+                "state": RunState.PENDING,
+                "reason": "submitted; the scheduler has not looked at it yet",
+                "version": 1,
+                "created_at": now,
+                "acked_seq": 0,
+            }
+        )
+        events.append(
+            {
+                "job_id": job_id,
+                "run_id": run_id,
+                "time": now,
+                "name": "submitted",
+                "actor": each.actor,
+                "reason": f"job {name} was submitted",
+                "data": {"to": RunState.PENDING},
+            }
+        )
+        if each.key is not None:
+            keys.append(_key_row(each.actor, each.key, each.digest, job_id, now))
+    connection.execute(_NEW_JOB, jobs)
+    connection.execute(_NEW_RUN, runs)
+    if keys:
+        connection.execute(_NEW_KEY, keys)
+    add_events(connection, events, facts=[each.facts for each, _ in new])
+    write_entries(connection, [(each.entry, job_id) for each, job_id in new if each.entry is not None])
 
 
 def backend_of(spec: dict[str, Any]) -> str:
@@ -65,28 +196,49 @@ def backend_of(spec: dict[str, Any]) -> str:
     return "local" if spec["accelerator"]["kind"] == "cpu" else "kubernetes"
 
 
-def known_job(connection: Connection, owner: str, key: str, submit: dict[str, Any]) -> str | None:
-    """Return the id of the job that `owner` stored with `key`; None where there is none.
+def _jobs(connection: Connection, job_ids: Iterable[str]) -> dict[str, JobDetail]:
+    rows = connection.execute(_JOBS, {"job_ids": sorted(job_ids)})
+    return {row.id: JobDetail.model_validate(job_fields(row) | {"spec": row.spec}) for row in rows}
+
+
+# ---- keys ----
+
+
+def known_job(connection: Connection, owner: str, key: str, request: dict[str, Any]) -> str | None:
+    """Return the id of the job that `owner` asked something of with `key`; None where there is none.
 
     Raises:
-        ConflictError: it came with another spec, or for another project.
+        ConflictError: it came with another request.
     """
-    row = connection.execute(_KNOWN, {"owner": owner, "key": key}).one_or_none()
-    if row is None:
-        return None
-    if row.digest != _digest(submit):
+    return _same(_known(connection, [(owner, key)]).get((owner, key)), key, digest_of(request))
+
+
+def remember_key(connection: Connection, owner: str, key: str, request: dict[str, Any], job_id: str) -> None:
+    """Write the key of a request that was just stored."""
+    connection.execute(_NEW_KEY, _key_row(owner, key, digest_of(request), job_id, time.time()))
+
+
+def digest_of(request: dict[str, Any]) -> str:
+    """Return what a request is known by."""
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+
+
+def _known(connection: Connection, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return digest and job of each owner and key that are stored."""
+    if not pairs:
+        return {}
+    asked = {"owners": sorted({owner for owner, _ in pairs}), "keys": sorted({key for _, key in pairs})}
+    return {(row.owner, row.key): (row.digest, row.job_id) for row in connection.execute(_KNOWN, asked)}
+
+
+def _same(known: tuple[str, str] | None, key: str, digest: str) -> str | None:
+    if known is not None and known[0] != digest:
         raise ConflictError(
-            f"the Idempotency-Key {key!r} came with another request before, for job {row.job_id}",
+            f"the Idempotency-Key {key!r} came with another request before, for job {known[1]}",
             remedy="send a new key with a new request, or the same request with this one",
         )
-    return str(row.job_id)
+    return None if known is None else known[1]
 
 
-def remember_key(connection: Connection, owner: str, key: str, submit: dict[str, Any], job_id: str) -> None:
-    """Write the key of a job that was just stored."""
-    row = {"owner": owner, "key": key, "digest": _digest(submit), "job_id": job_id, "created_at": time.time()}
-    connection.execute(_NEW_KEY, row)
-
-
-def _digest(submit: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(submit, sort_keys=True).encode()).hexdigest()
+def _key_row(owner: str, key: str, digest: str, job_id: str, now: float) -> dict[str, Any]:
+    return {"owner": owner, "key": key, "digest": digest, "job_id": job_id, "created_at": now}

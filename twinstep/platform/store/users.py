@@ -11,11 +11,12 @@ import hashlib
 import hmac
 import secrets
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
 from pydantic import Field
-from sqlalchemy import Connection, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from twinstep.platform.store.audit import write_entry
@@ -301,11 +302,11 @@ class Users:
             raise ConflictError(f"the project {name} is always there", remedy="take its members away instead")
         live = select(func.count()).select_from(RunRow).join(JobRow, JobRow.id == RunRow.job_id)
         with self._database.write() as connection:
+            _require(connection, name, alone=True)  # from here on nobody submits to it; who did before is counted
             count = connection.execute(live.where(JobRow.project == name, RunRow.state.in_(sorted(LIVE)))).scalar_one()
             if count:
                 raise ConflictError(f"{count} runs of {name} have not ended", remedy="cancel them, or wait for them")
-            if not connection.execute(delete(ProjectRow).where(ProjectRow.name == name)).rowcount:
-                raise no_project(name)
+            connection.execute(delete(ProjectRow).where(ProjectRow.name == name))
             write_entry(connection, target=name, project=name)
 
     def members(self, project: str) -> list[Member]:
@@ -346,6 +347,16 @@ class Users:
 def no_project(name: str) -> NotFoundError:
     """Return the error of a project that is not there, or that its user is not to know of."""
     return NotFoundError(f"there is no project {name[:63]!r}", remedy="list yours: twinstep project list")
+
+
+_HELD = select(ProjectRow.__table__).where(ProjectRow.name.in_(bindparam("names", expanding=True)))
+_HELD = _HELD.order_by(ProjectRow.name).with_for_update(read=True, key_share=True)
+
+
+def held_projects(connection: Connection, names: Collection[str]) -> dict[str, Project]:
+    """Return those of some projects that are there; none of them is deleted before the caller's transaction ends."""
+    rows = connection.execute(_HELD, {"names": sorted(names)})
+    return {row.name: Project.model_validate(row._asdict()) for row in rows}
 
 
 def _require(connection: Connection, project: str, *, alone: bool = False) -> None:

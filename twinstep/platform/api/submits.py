@@ -1,0 +1,166 @@
+"""Routes that take a spec: submit a job, and plan one. A submit is on the way of many; it costs as little as it can.
+
+What is quick is done where the request is read, not in a thread: to hand a request over and back takes longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from pydantic import ValidationError
+
+from twinstep.platform.api.access import Caller
+from twinstep.platform.api.guard import JSON_TYPE, YAML_TYPES, load_json, media_type, read_body, require_type
+from twinstep.platform.api.jobs import Asked
+from twinstep.platform.api.problems import responses
+from twinstep.platform.scheduler.accounts import Principal
+from twinstep.platform.scheduler.service import Service
+from twinstep.platform.store.entry import current_entry
+from twinstep.platform.store.records import JobDetail, View
+from twinstep.platform.store.submits import HomeChangedError, Stored
+from twinstep.spec.errors import NotFoundError, SpecError
+from twinstep.spec.job import JobSpec
+from twinstep.spec.parse import MAX_SPEC_BYTES, parse_spec, validate_spec
+from twinstep.spec.roles import Permission
+
+router = APIRouter(prefix="/v1", tags=["jobs"])
+
+QUICK_BYTES = 8 * 1024
+"""JSON up to so long is read at once; whatever takes longer, or is wrong somewhere, is read in a thread."""
+_SPEC_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            kind: {"schema": {"$ref": "#/components/schemas/JobSpec"}} for kind in (JSON_TYPE, "application/yaml")
+        },
+    }
+}
+
+
+async def spec_in(request: Request) -> JobSpec:
+    """Return the JobSpec in the body, or raise SpecError naming each field."""
+    require_type(request, JSON_TYPE, *YAML_TYPES)
+    body = await read_body(request, limit=MAX_SPEC_BYTES)
+    if media_type(request) != JSON_TYPE:
+        return await run_in_threadpool(parse_spec, body)
+    if len(body) <= QUICK_BYTES:
+        try:
+            return JobSpec.model_validate(load_json(body))
+        except (ValidationError, SpecError):
+            pass  # to say what is wrong, and what would be right, takes its time
+    return await run_in_threadpool(lambda: validate_spec(load_json(body)))
+
+
+ProjectQuery = Annotated[
+    str | None,
+    Query(
+        max_length=63,
+        description="The project; else `default`, or the only one the user may submit to. It fills in or limits "
+        "`kubernetes.namespace`, `kubernetes.queue` and `kubernetes.image`.",
+    ),
+]
+
+
+@router.post(
+    "/jobs",
+    status_code=201,
+    response_model=JobDetail,
+    openapi_extra=_SPEC_BODY,
+    responses={
+        200: {"model": JobDetail, "description": "This key had stored it before"},
+        **responses(404, 409, 413, 415),
+    },
+    summary="Submit a job",
+)
+async def submit(
+    service: Asked,
+    caller: Caller,
+    spec: Annotated[JobSpec, Depends(spec_in)],
+    project: ProjectQuery = None,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            min_length=1,
+            max_length=255,
+            pattern=r"^[\x21-\x7e]+$",
+            description="The same key and spec again give the job that is there: safe to send again after a time-out.",
+        ),
+    ] = None,
+) -> Response:
+    """Store a job from its spec; the scheduler takes it from there. `Location` says where it is.
+
+    201 where it was stored now, 200 where this key had stored it before, 409 where the key came with another spec.
+    """
+    try:
+        job, new = await _stored(service, caller, spec, project, idempotency_key, remembered=True)
+    except (HomeChangedError, NotFoundError):  # the project that is remembered may be gone, or another
+        job, new = await _stored(service, caller, spec, project, idempotency_key, remembered=False)
+    return Response(
+        job.model_dump_json(),
+        status_code=201 if new else 200,
+        media_type=JSON_TYPE,
+        headers={"Location": f"/v1/jobs/{job.id}"},
+    )
+
+
+async def _stored(
+    service: Service, caller: Principal, spec: JobSpec, project: str | None, key: str | None, *, remembered: bool
+) -> Stored:
+    home = service.accounts.remembered_project(caller, project) if remembered else None
+    if home is None:
+        home = await run_in_threadpool(service.accounts.project_for, caller, project)
+    placed = service.accounts.place_in(home, caller, spec)
+    if (entry := current_entry()) is not None:
+        entry.project = home.name
+        entry.data = {"name": spec.name, "security": placed.kubernetes.security}
+    if placed.accelerator.kind == "cpu":
+        service.check_runnable(placed)
+    else:
+        await run_in_threadpool(service.check_runnable, placed)
+    return await asyncio.wrap_future(service.submit(placed, home=home, actor=caller.user, key=key))
+
+
+class Plan(View):
+    """What a spec would become in a cluster; nothing is stored or sent."""
+
+    name: str
+    """Of the workload."""
+    namespace: str
+    numbers: dict[str, int | str]
+    """Chips, hosts, pods, processes, devices: what follows from the accelerator."""
+    warnings: list[str]
+    objects: list[dict[str, Any]]
+    """The Kubernetes objects, in the order in which they are applied."""
+    diff: str | None = None
+    """Unified diff of the manifests against those of a job's newest run, empty where nothing differs; null where no
+    job was named."""
+
+
+@router.post("/jobs:plan", openapi_extra=_SPEC_BODY, responses=responses(404, 413, 415), summary="Plan a job")
+def plan(
+    service: Asked,
+    caller: Caller,
+    spec: Annotated[JobSpec, Depends(spec_in)],
+    project: ProjectQuery = None,
+    job_id: Annotated[
+        str | None, Query(max_length=64, description="A job to compare with: `diff` says what would be different.")
+    ] = None,
+) -> Plan:
+    """Render a spec for a cluster and check it as the cluster would, without creating anything."""
+    spec = service.accounts.place(caller, spec, project)
+    found = service.plan_job(spec)
+    diff = None
+    if job_id is not None:
+        service.accounts.check_job(caller, Permission.READ, job_id)
+        diff = service.plan_diff(spec, job_id)
+    return Plan(
+        name=found.name,
+        namespace=found.namespace,
+        numbers=found.numbers,
+        warnings=list(found.warnings),
+        objects=list(found.objects),
+        diff=diff,
+    )
