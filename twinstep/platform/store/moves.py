@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from sqlalchemy import ClauseElement, Connection, bindparam, insert, select, update
+from sqlalchemy import Connection, SQLColumnExpression, bindparam, insert, select, update
 
 from twinstep.platform.store.audit import write_entry
 from twinstep.platform.store.outbox import put_in_outbox, type_of, webhooks_told
@@ -121,7 +121,7 @@ def _update(connection: Connection, written: Sequence[tuple[str, int, dict[str, 
     for names, items in groupby(sorted(written, key=columns), key=columns):
         rows = []
         for run_id, version, values in items:
-            if any(isinstance(value, ClauseElement) for value in values.values()):
+            if any(isinstance(value, SQLColumnExpression) for value in values.values()):
                 of_one = update(RunRow).where(RunRow.id == run_id, RunRow.version == version)
                 connection.execute(of_one.values(**values))
             else:

@@ -1,0 +1,269 @@
+"""Submits that share a transaction: each gets its own answer, none is lost or doubled, and none goes into a project
+that is gone."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import func, select
+
+from twinstep.platform.scheduler.accounts import LOCAL
+from twinstep.platform.store import submits
+from twinstep.platform.store.audit import AuditLog
+from twinstep.platform.store.database import Database
+from twinstep.platform.store.entry import Entry
+from twinstep.platform.store.gather import MOST, Gathered
+from twinstep.platform.store.store import Store
+from twinstep.platform.store.submits import HomeChangedError, Submit, store_submits
+from twinstep.platform.store.tables import EventRow, IdempotencyRow, JobRow, ProjectRow, RunRow
+from twinstep.platform.store.users import Users
+from twinstep.spec.errors import ConflictError, NotFoundError, TwinstepError, UnavailableError
+from twinstep.spec.job import JobSpec
+from twinstep.spec.roles import DEFAULT_PROJECT
+
+SPEC = JobSpec(name="a-job")
+OWNERS = itertools.count()
+
+
+def submit(key: str | None = None, *, actor: str = "ada", project: str = DEFAULT_PROJECT, **more: Any) -> Submit:
+    return Submit(**{"spec": SPEC, "project": project, "actor": actor, "key": key} | more)
+
+
+# ---- gathering ----
+
+
+def test_whatever_comes_meanwhile_is_done_together_and_each_gets_its_own_answer() -> None:
+    batches: list[list[int]] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work(asked: Sequence[int]) -> list[int | Exception]:
+        batches.append(list(asked))
+        begun.set()
+        assert go_on.wait(20)
+        return [ValueError(str(each)) if each == 3 else each * each for each in asked]
+
+    gathered: Gathered[int, int] = Gathered(work, name="squares")
+    first = gathered.ask(0)
+    assert begun.wait(20)
+    futures = [gathered.ask(number) for number in range(1, MOST + 6)]
+    go_on.set()
+    assert first.result(20) == 0
+    for number, future in enumerate(futures, start=1):
+        if number == 3:
+            with pytest.raises(ValueError, match="3"):
+                future.result(20)
+        else:
+            assert future.result(20) == number * number
+    assert [len(batch) for batch in batches] == [1, MOST, 5]
+    gathered.close()
+
+
+def test_what_fails_as_a_whole_fails_for_all_and_the_next_goes_on() -> None:
+    def work(asked: Sequence[int]) -> list[int | Exception]:
+        if 1 in asked:
+            raise UnavailableError("away", remedy="wait")
+        return list(asked)
+
+    gathered: Gathered[int, int] = Gathered(work, name="fails")
+    with pytest.raises(UnavailableError):
+        gathered.ask(1).result(20)
+    assert gathered.ask(2).result(20) == 2
+    gathered.close()
+
+
+def test_what_was_asked_before_the_end_is_done_and_nothing_after_it() -> None:
+    gathered: Gathered[int, int] = Gathered(list, name="ends")
+    futures = [gathered.ask(number) for number in range(200)]
+    gathered.close()
+    assert [future.result(0) for future in futures] == list(range(200))
+    with pytest.raises(UnavailableError):
+        gathered.ask(1)
+    unused: Gathered[int, int] = Gathered(list, name="unused")
+    unused.close()
+
+
+# ---- submits in one transaction ----
+
+
+def test_a_bad_submit_does_not_keep_the_others_from_being_stored(one_store: Store) -> None:
+    database = one_store.database
+    (first,) = store_submits(database, [submit("bad-1")])
+    found = store_submits(
+        database,
+        [
+            submit("bad-2"),
+            submit("bad-1", spec=JobSpec(name="another")),
+            submit(project="nowhere"),
+            submit("bad-1"),
+            submit("bad-2"),
+            submit("bad-2", actor="bob"),
+            submit("bad-2", spec=JobSpec(name="another")),
+            submit(),
+        ],
+    )
+    assert isinstance(first, tuple)
+    kinds = [type(each) if isinstance(each, Exception) else each[1] for each in found]
+    assert kinds == [True, ConflictError, NotFoundError, False, False, True, ConflictError, True]
+    jobs = [each[0].id if isinstance(each, tuple) else None for each in found]
+    assert (jobs[3], jobs[4]) == (first[0].id, jobs[0])
+    assert len({jobs[0], jobs[5], jobs[7], first[0].id}) == 4
+
+
+def _counts(store: Store, name: str) -> tuple[int, ...]:
+    """Return how many jobs of a name there are, with their runs, events and keys."""
+    counts = []
+    with store.database.read() as connection:
+        jobs = select(JobRow.id).where(JobRow.name == name)
+        for table, column in ((JobRow, JobRow.id), (RunRow, RunRow.job_id), (EventRow, EventRow.job_id)):
+            counts.append(
+                connection.execute(select(func.count()).select_from(table).where(column.in_(jobs))).scalar_one()
+            )
+        keys = select(func.count()).select_from(IdempotencyRow).where(IdempotencyRow.job_id.in_(jobs))
+        counts.append(connection.execute(keys).scalar_one())
+    return tuple(counts)
+
+
+@given(data=st.data())
+def test_however_submits_are_gathered_each_key_has_one_job(one_store: Store, data: st.DataObject) -> None:
+    """The oracle is a dictionary: the first spec that comes with a key is the one that is stored."""
+    database, owner = one_store.database, f"u{next(OWNERS)}"
+    keys, names = st.sampled_from(["a", "b", "c", None]), st.sampled_from(["x", "y"])
+    batches = data.draw(st.lists(st.lists(st.tuples(keys, names), min_size=1, max_size=6), max_size=4))
+    stored: dict[str, tuple[str, str]] = {}
+    new = 0
+    for batch in batches:
+        asked = [submit(key, actor=owner, spec=JobSpec(name=name)) for key, name in batch]
+        for (key, name), answer in zip(batch, store_submits(database, asked), strict=True):
+            if key is not None and key in stored:
+                if stored[key][0] == name:
+                    assert isinstance(answer, tuple)
+                    assert (answer[0].id, answer[1]) == (stored[key][1], False)
+                else:
+                    assert isinstance(answer, ConflictError)
+                continue
+            assert isinstance(answer, tuple)
+            assert answer[1]
+            assert one_store.job(answer[0].id) == answer[0]
+            new += 1
+            if key is not None:
+                stored[key] = (name, answer[0].id)
+    with database.read() as connection:
+        mine = select(func.count()).select_from(JobRow).where(JobRow.submitted_by == owner)
+        assert connection.execute(mine).scalar_one() == new
+
+
+def test_each_submit_of_a_batch_leaves_one_event_and_its_own_line_in_the_audit_log(store: Store) -> None:
+    entries = [Entry(actor=f"u{n}", action="job.submit", project="default", request_id=f"r{n}") for n in range(3)]
+    found = store_submits(store.database, [submit(f"k{n}", entry=entry) for n, entry in enumerate(entries)])
+    repeated = Entry(actor="u0", action="job.submit", request_id="again")
+    store_submits(store.database, [submit("k0", entry=repeated)])
+    assert [entry.written for entry in (*entries, repeated)] == [True, True, True, False]
+    lines = AuditLog(store.database).page(limit=10).items[::-1]
+    jobs = [each[0].id for each in found if isinstance(each, tuple)]
+    assert [(line.request_id, line.target) for line in lines] == list(zip(("r0", "r1", "r2"), jobs, strict=True))
+    assert _counts(store, "a-job") == (3, 3, 3, 3)
+
+
+def test_many_at_once_on_two_control_planes_store_each_key_once(databases: Any) -> None:
+    url = databases.new()
+    with closing(Store(url)) as one, closing(Store(url)) as other:
+        both = (one, other)
+
+        def ask(number: int) -> str:
+            return both[number % 2].create_job_once(SPEC, key=f"key-{number // 4}")[0].id
+
+        with ThreadPoolExecutor(16) as pool:
+            found = list(pool.map(ask, range(160)))
+        assert all(len(set(found[begin : begin + 4])) == 1 for begin in range(0, 160, 4))
+        assert _counts(one, "a-job") == (40, 40, 40, 40)
+
+
+# ---- projects that go ----
+
+
+def test_a_project_that_is_deleted_and_a_submit_to_it_never_both_come_through(databases: Any) -> None:
+    url = databases.new()
+    with closing(Store(url)) as store, closing(Store(url)) as other:
+        users = Users(other.database)
+
+        def deleted(name: str) -> bool:
+            with suppress(TwinstepError):
+                users.delete_project(name)
+                return True
+            return False
+
+        def stored(name: str) -> bool:
+            with suppress(TwinstepError):
+                store.create_job(SPEC, project=name)
+                return True
+            return False
+
+        with ThreadPoolExecutor(4) as pool:
+            for number in range(25):
+                name = f"goes-{number}"
+                users.create_project(name, namespace="default", queue=None, image=None)
+                jobs = [pool.submit(stored, name) for _ in range(2)]
+                gone = pool.submit(deleted, name)
+                assert gone.result(60) == (not any(job.result(60) for job in jobs))
+
+
+@pytest.mark.parametrize("submit_first", [True, False])
+def test_a_project_is_not_deleted_under_a_submit_that_is_not_committed_yet(databases: Any, submit_first: bool) -> None:
+    if databases.kind == "sqlite":
+        pytest.skip("SQLite has one writer at a time")
+    url = databases.new()
+    with closing(Database(url)) as one, closing(Database(url)) as other, ThreadPoolExecutor(1) as pool:
+        users = Users(other)
+        users.create_project("goes", namespace="default", queue=None, image=None)
+        if submit_first:
+            with one.write() as connection:
+                submits._store(connection, [submit(project="goes")])
+                gone = pool.submit(users.delete_project, "goes")
+                with pytest.raises(TimeoutError):
+                    gone.result(0.5)
+            with pytest.raises(ConflictError, match="have not ended"):
+                gone.result(30)
+        else:
+            with one.write() as connection:
+                connection.execute(select(ProjectRow.name).where(ProjectRow.name == "goes").with_for_update())
+                answer = pool.submit(store_submits, other, [submit(project="goes")])
+                with pytest.raises(TimeoutError):
+                    answer.result(0.5)
+                connection.exec_driver_sql("DELETE FROM projects WHERE name = 'goes'")
+            assert isinstance(answer.result(30)[0], NotFoundError)
+
+
+def test_a_job_fits_the_project_that_it_is_stored_in_not_the_one_that_is_remembered(live: Any) -> None:
+    users, body = live.plane.service.accounts.users, {"name": "a"}
+    for namespace in ("first", "second"):
+        users.create_project("moves", namespace=namespace, queue=None, image=None)
+        key = {"Idempotency-Key": namespace}
+        remembered = live.plane.service.accounts.remembered_project(LOCAL, "moves")
+        assert remembered is None or remembered.namespace == "first"
+        answer = live.http.post("/v1/jobs", params={"project": "moves"}, json=body, headers=key)
+        assert answer.status_code == 201
+        assert answer.json()["spec"]["kubernetes"]["namespace"] == namespace
+        live.when(answer.json()["id"], "succeeded", "failed")
+        with live.plane.store.database.write() as connection:  # a name is given again only where no job has it
+            connection.exec_driver_sql("DELETE FROM jobs WHERE project = 'moves'")
+        users.delete_project("moves")
+    gone = live.http.post("/v1/jobs", params={"project": "moves"}, json=body)
+    assert (gone.status_code, gone.json()["code"]) == (404, "not_found")
+
+
+def test_a_submit_for_a_project_that_was_made_anew_is_told_apart(store: Store) -> None:
+    users = Users(store.database)
+    before = users.create_project("anew", namespace="first", queue=None, image=None)
+    users.delete_project("anew")
+    now = users.create_project("anew", namespace="second", queue=None, image=None)
+    found = store_submits(store.database, [submit(project="anew", home=before), submit(project="anew", home=now)])
+    assert isinstance(found[0], HomeChangedError)
+    assert isinstance(found[1], tuple)
