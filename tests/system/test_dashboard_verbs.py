@@ -148,6 +148,6 @@ def test_what_became_impossible_while_it_was_asked_is_said_in_the_question(clust
     clustered.http.post(f"/v1/jobs/{job['id']}/cancel")
     clustered.when(job["id"], "cancelled")
     dialog.get_by_role("button", name="Suspend the job").click()
-    expect(dialog.get_by_role("alert")).to_contain_text("has cancelled already: there is nothing to suspend")
+    expect(dialog.get_by_role("alert")).to_contain_text("was cancelled already: there is nothing to suspend")
     dialog.get_by_role("button", name="Not now").click()
     assert said(clustered, job, "suspend_requested") == 0

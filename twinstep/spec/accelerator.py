@@ -146,6 +146,8 @@ RESERVED_PREFIXES = ("TPU_", "MEGASCALE_", "TWINSTEP_", "JAX_COORDINATOR_", "RAY
 ENV_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 SECRET_PLACE = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._A-Za-z0-9]{1,253}$"  # noqa: S105  a form, no secret
 MAX_ENV = 100
+EnvText = Annotated[str, Field(max_length=32_768, pattern=r"^[^\x00]*$")]
+"""A process's environment holds no NUL, and Linux takes 128 KiB of one variable at most."""
 
 Security = Literal["restricted", "tpu-memlock", "tpu-privileged", "host-network"]
 
@@ -167,10 +169,10 @@ class KubernetesSpec(Spec):
     """Times that failed pods are started again; a preempted slice does not count."""
     ttl_seconds: Annotated[StrictInt, Field(ge=0, le=30 * 86400)] = 86400
     """Seconds that a finished job's objects are kept."""
-    env: Annotated[dict[Annotated[str, Field(pattern=ENV_NAME)], str], Field(max_length=MAX_ENV)] = Field(
+    env: Annotated[dict[Annotated[str, Field(pattern=ENV_NAME)], EnvText], Field(max_length=MAX_ENV)] = Field(
         default_factory=dict
     )
-    """Environment of the worker, over the platform's own; values are text, taken byte for byte."""
+    """Environment of the worker, over the platform's own; values are text without NUL, taken byte for byte."""
     secret_env: Annotated[
         dict[Annotated[str, Field(pattern=ENV_NAME)], Annotated[str, Field(max_length=300, pattern=SECRET_PLACE)]],
         Field(max_length=MAX_ENV),

@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 MAX_DIGITS = 4000  # Python turns a few more than that into a number and back, and refuses the rest: it takes too long
+MAX_VALUES = 10_000
+"""Keys and values of one text: a spec has some hundred, and each costs time to read."""
 _TAG = "tag:yaml.org,2002:"
 # YAML 1.2.2, section 10.3.2: what a plain word may mean but text.
 _CORE = (
@@ -27,6 +29,7 @@ _CORE = (
 class _Loader(yaml.SafeLoader):
     """YAML's safe loader, less aliases (a few lines could unfold to gigabytes), tags and doubled keys."""
 
+    composed = 0
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  PyYAML's own way
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -36,6 +39,11 @@ class _Loader(yaml.SafeLoader):
             raise yaml.YAMLError(f"line {line}: aliases (*name) are not allowed")
         if getattr(event, "tag", None) is not None:
             raise yaml.YAMLError(f"line {line}: tags ({event.tag}) are not allowed")
+        self.composed += 1
+        if self.composed > MAX_VALUES:
+            raise yaml.YAMLError(f"line {line}: more keys and values than the {MAX_VALUES:,} it may have")
+        if isinstance(event, yaml.ScalarEvent) and not is_text(event.value):
+            raise yaml.YAMLError(f"line {line}: half a character (a lone surrogate) is no text")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -80,6 +88,14 @@ for _name, _pattern, _first in _CORE:
 _Loader.add_constructor(_TAG + "int", _int)
 _Loader.add_constructor(_TAG + "float", _float)
 _Loader.add_constructor(_TAG + "bool", _bool)
+
+
+def is_text(value: str) -> bool:
+    """Say whether a string can be written as UTF-8: one half of a pair of surrogates cannot."""
+    try:
+        return value.isascii() or bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def load_yaml(text: str) -> Any:

@@ -16,6 +16,8 @@ import pytest
 from tests.unit.platform.conftest import settings_in
 from twinstep.platform.api.access import ROUTES
 from twinstep.platform.server import _Server, assemble
+from twinstep.spec.errors import SpecError
+from twinstep.spec.parse import parse_spec
 
 DATABASES = ("sqlite",)
 WITH_BODY = sorted(
@@ -215,3 +217,35 @@ def test_from_afar_headers_have_an_end(tmp_path: Path) -> None:
         kinds[host] = _Server(plane, lambda url: None).config.http
         plane.close()
     assert kinds == {"127.0.0.1": "auto", "10.255.255.1": "h11"}
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\x00", "a\x00b"], ids=ascii)
+@pytest.mark.parametrize("kind", ["application/json", "application/yaml"])
+def test_text_that_no_process_and_no_database_takes_is_refused_wherever_a_spec_has_text(
+    shared, text: str, kind: str
+) -> None:
+    tpu = {"kind": "tpu", "generation": "v5p", "topology": "2x2x1"}
+    for more in (
+        {"name": text},
+        {text: 1},
+        {"accelerator": text},
+        {"accelerator": tpu | {"topology": text}},
+        {"compile": {"cache_dir": text}},
+        {"compile": {"strategies": [text]}},
+        {"data": {"rows": {text: 1}}},
+        *({"kubernetes": {field: text}} for field in ("image", "namespace", "queue", "priority", "service_account")),
+        *({"kubernetes": {field: {text: "a/b"}}} for field in ("env", "secret_env")),
+        *({"kubernetes": {field: {"A": text}}} for field in ("env", "secret_env")),
+    ):
+        body = json.dumps({"name": "odd", **more})  # with escapes, so that it is YAML too
+        for path in ("/v1/jobs", "/v1/jobs:plan"):
+            answer = shared.http.post(path, content=body, headers={"content-type": kind})
+            assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec"), (body, answer.text)
+    assert not [job for job in shared.http.get("/v1/jobs").json()["items"] if job["name"] == "odd"]
+
+
+def test_a_text_of_very_many_values_is_not_read_to_its_end() -> None:
+    for text in ("\n".join(f"k{n}: 1" for n in range(20_000)), "[" + "1," * 100_000 + "1]", "{" + "a: [" * 3000):
+        with pytest.raises(SpecError) as caught:
+            parse_spec(text)
+        assert "10,000 it may have" in caught.value.problem or "too deeply" in caught.value.problem

@@ -412,3 +412,40 @@ def test_a_log_of_a_host_that_there_is_not_says_which_there_are(
     wrong, right = asyncio.run(answers())
     assert (wrong.status_code, wrong.json()["remedy"]) == (404, there)
     assert right.status_code == 200
+
+
+def test_all_verbs_at_once_lose_nothing_and_double_nothing(plane: Plane) -> None:
+    job = plane.running()
+    verbs: dict[str, Callable[[int], Any]] = {
+        "retry": lambda at: plane.verbs.retry(job.id, actor="ada", key=f"retry-{at % 3}")[1],
+        "resume": lambda at: plane.verbs.resume(job.id, actor="ada")[1],
+        "resize": lambda at: plane.verbs.resize(job.id, Resize(topology="2x2x4"), actor="ada", key=f"size-{at}")[1],
+        "suspend": lambda at: plane.verbs.suspend(job.id, actor="ada") and False,
+        "cancel": lambda at: plane.service.cancel_job(job.id, actor="ada") and False,
+    }
+    made, wrong, begin = list[bool](), list[BaseException](), threading.Barrier(20)
+
+    def ask(number: int) -> None:
+        begin.wait()
+        for at in range(3):
+            try:
+                made.append(bool(verbs[list(verbs)[number % len(verbs)]](number + at)))
+            except ConflictError:
+                continue
+            except BaseException as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        plane.passes(1)
+    assert wrong == []
+    plane.service.cancel_job(job.id)
+    plane.passes(20)
+    runs = plane.service.list_runs(job.id)
+    assert [run.attempt for run in runs] == list(range(1, sum(made) + 2))
+    assert {run.state for run in runs} == {S.CANCELLED}
+    events = [event for event in plane.service.list_events(job.id).items if event.name == "cancel_requested"]
+    assert len({event.run_id for event in events}) == len(events)
+    assert plane.cluster.workloads() == {}

@@ -8,6 +8,7 @@ the browser by headers on every answer. The body's type and size are checked whe
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import Any, get_args, get_origin
 from urllib.parse import urlsplit
@@ -28,10 +29,12 @@ from twinstep.platform.api.problems import (
 from twinstep.platform.settings import is_loopback
 from twinstep.spec.errors import SpecError
 from twinstep.spec.parse import MAX_SPEC_BYTES
+from twinstep.spec.text import is_text
 
 MAX_REPORT_BYTES = 8 * 1024 * 1024  # a full batch of records is some hundred KiB
 JSON_TYPE = "application/json"
 PROBED = ("/healthz", "/readyz", "/metrics")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
 
 
@@ -165,10 +168,14 @@ def load_json(body: bytes) -> Any:
     """Return what JSON text holds.
 
     Raises:
-        SpecError: it is no JSON, is nested too deeply, or a key stands twice.
+        SpecError: it is no JSON, is nested too deeply, a key stands twice, or text in it is none.
     """
     try:
-        return json.loads(body, object_pairs_hook=_no_doubles)
+        found = json.loads(body, object_pairs_hook=_no_doubles)
+        # UTF-8 holds no surrogate, so only an escape can bring one.
+        if _SURROGATE.search(body) and not is_text(json.dumps(found, ensure_ascii=False)):
+            raise ValueError("an escape is half a character (a lone surrogate)")
+        return found
     except RecursionError:
         raise SpecError("the body is nested too deeply", remedy="a spec has at most three levels") from None
     except json.JSONDecodeError as error:

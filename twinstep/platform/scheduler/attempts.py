@@ -47,6 +47,13 @@ FIELDS = {
 """What a resize may change: which accelerator it is for, and where it stands in a spec."""
 
 
+HOW_ENDED = {
+    RunState.SUCCEEDED: "has succeeded",
+    RunState.FAILED: "has failed",
+    RunState.CANCELLED: "was cancelled",
+}
+
+
 class Verbs:
     """Retry, suspend, resume, resize."""
 
@@ -123,7 +130,7 @@ class Verbs:
             )
         if run.is_final:
             raise ConflictError(
-                f"job {job_id} has {run.state} already: there is nothing to suspend",
+                f"job {job_id} {HOW_ENDED[run.state]} already: there is nothing to suspend",
                 remedy="nothing to do: it holds no resources any more",
             )
         self._not_cancelled(run)
