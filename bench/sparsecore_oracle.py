@@ -5,6 +5,7 @@ Only this file speaks its API. It runs on a host without a TPU; what needs one i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,9 +75,12 @@ def set_limits(specs: list[Any], plan: StackPlan) -> None:
         stacked = spec.table_spec.stacked_table_spec
         ours = plan.stack(stacked.stack_name)
         assert ours.limits is not None
-        stacked.max_ids_per_partition = ours.limits.max_ids
-        stacked.max_unique_ids_per_partition = ours.limits.max_unique
-        stacked.suggested_coo_buffer_size_per_device = ours.buffer
+        spec.table_spec.stacked_table_spec = dataclasses.replace(
+            stacked,
+            max_ids_per_partition=ours.limits.max_ids,
+            max_unique_ids_per_partition=ours.limits.max_unique,
+            suggested_coo_buffer_size_per_device=ours.buffer,
+        )
 
 
 def caller(

@@ -99,6 +99,20 @@ class Stack:
     """COO slots per device that were asked for; None: as many as the limits can need."""
 
     @property
+    def held_to(self) -> Limits:
+        """Its limits.
+
+        Raises:
+            SpecError: there are none yet.
+        """
+        if self.limits is None:
+            raise SpecError(
+                f"stack {self.name!r} has no limits",
+                remedy="give its tables limits, or compute them from batches: limits.limits_from_batches",
+            )
+        return self.limits
+
+    @property
     def combiner(self) -> Combiner:
         """The combiner of all its tables."""
         return self.placements[0].table.combiner

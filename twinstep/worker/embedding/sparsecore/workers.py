@@ -1,0 +1,75 @@
+"""Threads that run kernels: started once, each with scratch memory that grows to what a batch needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from twinstep.spec.errors import SpecError
+from twinstep.worker.embedding.sparsecore.kernels.order import MAX_DIGIT, MAX_PASSES
+
+Array = npt.NDArray[Any]
+FEW = 100_000  # ids that one thread does sooner than several can be woken
+
+
+class Scratch:
+    """One thread's memory."""
+
+    def __init__(self) -> None:
+        self.counts = np.empty((MAX_PASSES, 1 << MAX_DIGIT), np.int32)
+        self._kept: dict[str, Array] = {}
+
+    def take(self, name: str, kind: Any, size: int) -> Array:
+        """Return an array of at least `size`, the same one as long as it is large enough."""
+        found = self._kept.get(name)
+        if found is None or len(found) < size:
+            found = self._kept[name] = np.empty(max(size, 1), kind)
+        return found
+
+
+class Workers:
+    """A pool of `threads`, this one included. Kernels hold no lock of the interpreter, so they run at once."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        """Start no thread yet.
+
+        Raises:
+            SpecError: fewer than 1 thread.
+        """
+        count = len(os.sched_getaffinity(0)) if threads is None else threads
+        if count < 1:
+            raise SpecError(f"{threads} threads", remedy="give 1 or more threads")
+        self.scratch = [Scratch() for _ in range(count)]
+        self._pool = ThreadPoolExecutor(count - 1, "sparsecore") if count > 1 else None
+
+    def share(self, entries: Array) -> list[Array]:
+        """Deal tasks out by their entries, the largest first to whoever has least; return task numbers by thread."""
+        count = len(self.scratch)
+        if count == 1 or int(entries.sum()) < FEW:
+            return [np.arange(len(entries))]
+        loads, dealt = [0] * count, [[] for _ in range(count)]  # type: list[int], list[list[int]]
+        for number in np.argsort(-entries, kind="stable").tolist():
+            least = loads.index(min(loads))
+            loads[least] += int(entries[number]) + 1
+            dealt[least].append(number)
+        return [np.array(sorted(each), np.int64) for each in dealt if each]
+
+    def run(self, shares: Sequence[Array], work: Callable[[Array, Scratch], None]) -> None:
+        """Do `work` on each share of tasks, one thread each; return when all are done."""
+        others = []
+        if self._pool is not None:
+            pairs = zip(shares[1:], self.scratch[1:], strict=False)
+            others = [self._pool.submit(work, share, scratch) for share, scratch in pairs]
+        work(shares[0], self.scratch[0])
+        for each in others:
+            each.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
