@@ -108,6 +108,29 @@ def caller(
     return call
 
 
+def coordinate_caller(
+    specs: list[Any], ragged: Sequence[tuple[Any, Any]], cores: Cores, **options: Any
+) -> Callable[[], tuple[Any, ...]]:
+    """Return a call as above for ragged features, (int32 ids, lengths) each, as coordinates, its quickest form."""
+    local = options.pop("local_devices", cores.devices)
+    indices, values, shapes = [], [], []
+    for ids, lengths in ragged:
+        ends = np.cumsum(lengths)
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        within = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
+        indices.append(np.ascontiguousarray(np.stack([rows, within], axis=1), np.int64))
+        values.append(ids)
+        shapes.append(np.array([len(lengths), max(int(np.max(lengths, initial=0)), 1)], np.int64))
+
+    def call() -> tuple[Any, ...]:
+        found: tuple[Any, ...] = compiled.preprocess_sparse_dense_matmul_sparse_coo_input(
+            indices, values, shapes, specs, local, cores.devices, num_sc_per_device=cores.per_device, **options
+        )
+        return found
+
+    return call
+
+
 def statistics(stats: Any) -> dict[str, Mapping[str, Any]]:
     """Return its statistics by our names, by stack."""
     return {

@@ -53,7 +53,7 @@ TASK_COLUMNS = 10
 
 # What a task found; one row per task.
 O_REQUIRED = 0  # slots, with every partition rounded up to ALIGN
-O_DROPPED = 1  # ids dropped for any reason, duplicates included
+O_DROPPED = 1  # ids dropped for any reason
 O_OVERFLOW = 2  # entries dropped for want of slots
 O_OUTSIDE = 3  # ids out of range; if any, nothing else was done
 O_ENTRIES = 4  # entries before de-duplication

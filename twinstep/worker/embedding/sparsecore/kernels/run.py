@@ -94,9 +94,9 @@ def run_sorted(chosen: Any, tables: Any, cores: Any, kept: Any, spare: Any, coun
         out[2][number, O_OUTSIDE] = outside
         out[2][number, O_ENTRIES] = n
         if outside == 0:
-            entries, gains, samples = stretches(task, kept)
+            entries, _, samples = stretches(task, kept)
             stack = tables[1][task[T_STACK]]
-            count(entries, n, gains, samples, stack, out[0][number], out[1][number], out[2][number])
+            count(entries, n, samples, stack, out[0][number], out[1][number], out[2][number])
 
 
 @kernel

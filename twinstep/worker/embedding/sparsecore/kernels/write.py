@@ -34,6 +34,7 @@ from twinstep.worker.embedding.sparsecore.kernels.columns import (
 )
 
 u64, f32 = np.uint64, np.float32
+ALL_ONES = 2**64 - 1  # no entry: its key would be past every shard
 
 
 @kernel
@@ -79,6 +80,99 @@ def sample_and_gain(payload: Any, stack: Any, gains: Any, samples: Any) -> Any:
 
 
 @kernel
+def scan(entries: Any, n: int, high: int, mask: Any) -> Any:
+    """Return how many sorted entries from the first on have keys under `high`, of how many keys, and exact repeats."""
+    length, different, repeats, last = 0, 0, 0, u64(ALL_ONES)
+    for i in range(n):
+        entry = entries[i]
+        if np.int64(entry & mask) >= high:
+            break
+        length += 1
+        different += (entry & mask) != (last & mask)
+        repeats += entry == last
+        last = entry
+    return length, different, repeats
+
+
+@kernel
+def scan_weighted(entries: Any, n: int, high: int, mask: Any, bits: Any, samples: Any) -> Any:
+    """Do as `scan` where payloads are places of arrival: a repeat has the key and the sample of the entry before."""
+    length, different, repeats, last_key, last_sample = 0, 0, 0, np.int64(-1), np.int64(-1)
+    for i in range(n):
+        key = np.int64(entries[i] & mask)
+        if key >= high:
+            break
+        length += 1
+        sample = np.int64(samples[entries[i] >> bits])
+        different += key != last_key
+        repeats += key == last_key and sample == last_sample
+        last_key, last_sample = key, sample
+    return length, different, repeats
+
+
+@kernel
+def copy_all(
+    entries: Any, length: int, stack: Any, low: int, gains: Any, samples: Any, outs: Any, position: int
+) -> None:
+    """Write `length` entries without repeats, all of which fit."""
+    bits, mask = u64(stack[S_KEY_BITS]), u64((1 << stack[S_KEY_BITS]) - 1)
+    weighted, plain = stack[S_WEIGHTED] != 0, stack[S_COMBINER] == SUM
+    embeddings, sample_ids, out_gains = outs[1][position:], outs[2][position:], outs[3][position:]
+    for i in range(length):
+        embeddings[i] = np.int64(entries[i] & mask) - low
+    if weighted:
+        for i in range(length):
+            sample_ids[i] = samples[entries[i] >> bits]
+            out_gains[i] = gains[entries[i] >> bits]
+        return
+    for i in range(length):
+        sample_ids[i] = np.int32(entries[i] >> bits)
+    if plain:
+        out_gains[:length] = f32(1.0)
+    else:
+        for i in range(length):
+            out_gains[i] = gains[entries[i] >> bits]
+
+
+@kernel
+def copy_some(
+    entries: Any, length: int, stack: Any, low: int, gains: Any, samples: Any, outs: Any, position: int, end: int
+) -> Any:
+    """Write `length` entries, repeats added up, as far as limits and slots allow.
+
+    Ids are counted as jax-tpu-embedding counts them: repeats of what a limit drops too, and not of what finds no slot.
+
+    Returns:
+        The slot after the last one, ids dropped, and entries dropped for want of slots.
+    """
+    bits, mask = u64(stack[S_KEY_BITS]), u64((1 << stack[S_KEY_BITS]) - 1)
+    max_ids, max_unique = stack[S_MAX_IDS], stack[S_MAX_UNIQUE]
+    last_key, last_sample, kept, count, different, dropped, overflow = -1, -1, False, 0, 0, 0, 0
+    for i in range(length):
+        key = np.int64(entries[i] & mask)
+        sample, gain = sample_and_gain(entries[i] >> bits, stack, gains, samples)
+        if key == last_key and sample == last_sample:
+            if kept:
+                outs[3][position - 1] += gain
+            elif position < end:
+                dropped += 1
+            continue
+        different += key != last_key
+        last_key, last_sample = key, sample
+        count += 1
+        kept = count <= max_ids and different <= max_unique and position < end
+        if kept:
+            outs[1][position] = key - low
+            outs[2][position] = sample
+            outs[3][position] = gain
+            position += 1
+        else:
+            dropped += 1
+            overflow += position >= end
+    return position, dropped, overflow
+
+
+@kernel
 def write(
     entries: Any, n: int, gains: Any, samples: Any, stack: Any, task: Any, at: int, ids: Any, unique: Any, found: Any
 ) -> None:
@@ -92,66 +186,48 @@ def write(
         ids, unique: int32 [N], ids and different ids per target, after de-duplication and before any drop.
         found: what it found.
     """
-    bits, shard_rows = u64(stack[S_KEY_BITS]), stack[S_SHARD_ROWS]
-    max_ids, max_unique = stack[S_MAX_IDS], stack[S_MAX_UNIQUE]
-    mask = u64((1 << stack[S_KEY_BITS]) - 1)
-    pointers, embeddings, sample_ids, out_gains = outputs(stack, task[T_DEVICE])
+    mask, bits = u64((1 << stack[S_KEY_BITS]) - 1), u64(stack[S_KEY_BITS])
+    shard_rows, weighted = stack[S_SHARD_ROWS], stack[S_WEIGHTED] != 0
+    outs = outputs(stack, task[T_DEVICE])
     position, end, origin = task[T_BEGIN], task[T_END], task[T_ORIGIN]
-    i, last_key, last_sample, kept, dropped, overflow, required = 0, -1, -1, False, 0, 0, 0
+    done, dropped, overflow, required = 0, 0, 0, 0
     for shard in range(len(ids)):
-        low, high = shard * shard_rows, (shard + 1) * shard_rows
-        count, different = 0, 0
-        while i < n:
-            key = np.int64(entries[i] & mask)
-            if key >= high:
-                break
-            sample, gain = sample_and_gain(entries[i] >> bits, stack, gains, samples)
-            i += 1
-            if key == last_key and sample == last_sample:
-                if kept:
-                    out_gains[position - 1] += gain
-                else:
-                    dropped += 1
-                continue
-            different += key != last_key
-            last_key, last_sample = key, sample
-            count += 1
-            kept = count <= max_ids and different <= max_unique and position < end
-            if kept:
-                embeddings[position] = key - low
-                sample_ids[position] = sample
-                out_gains[position] = gain
-                position += 1
-            else:
-                dropped += 1
-                overflow += position >= end
+        rest, low = entries[done:], shard * shard_rows
+        if weighted:
+            length, different, repeats = scan_weighted(rest, n - done, low + shard_rows, mask, bits, samples)
+        else:
+            length, different, repeats = scan(rest, n - done, low + shard_rows, mask)
+        count = length - repeats
+        fits = count <= stack[S_MAX_IDS] and different <= stack[S_MAX_UNIQUE] and position + count <= end
+        if fits and repeats == 0:
+            copy_all(rest, length, stack, low, gains, samples, outs, position)
+            position += count
+        else:
+            position, lost, late = copy_some(rest, length, stack, low, gains, samples, outs, position, end)
+            dropped += lost
+            overflow += late
+        done += length
         ids[shard], unique[shard] = count, different
         required += aligned(count)
-        pointers[at + shard] = position - origin
-        position = close(position, end, embeddings, sample_ids, out_gains)
+        outs[0][at + shard] = position - origin
+        position = close(position, end, outs[1], outs[2], outs[3])
     for shard in range(len(ids), MIN_PARTITIONS):
-        pointers[at + shard] = position - origin
+        outs[0][at + shard] = position - origin
     found[O_DROPPED], found[O_OVERFLOW], found[O_REQUIRED] = dropped, overflow, required
 
 
 @kernel
-def count(entries: Any, n: int, gains: Any, samples: Any, stack: Any, ids: Any, unique: Any, found: Any) -> None:
+def count(entries: Any, n: int, samples: Any, stack: Any, ids: Any, unique: Any, found: Any) -> None:
     """Count a task's partitions as `write` does, and write nothing."""
-    bits, shard_rows = u64(stack[S_KEY_BITS]), stack[S_SHARD_ROWS]
-    mask = u64((1 << stack[S_KEY_BITS]) - 1)
-    last_key, last_sample, shard, required = -1, -1, 0, 0
-    ids[:] = 0
-    unique[:] = 0
-    for i in range(n):
-        key = np.int64(entries[i] & mask)
-        sample, _ = sample_and_gain(entries[i] >> bits, stack, gains, samples)
-        if key == last_key and sample == last_sample:
-            continue
-        while key >= (shard + 1) * shard_rows:
-            shard += 1
-        unique[shard] += key != last_key
-        ids[shard] += 1
-        last_key, last_sample = key, sample
+    mask, bits = u64((1 << stack[S_KEY_BITS]) - 1), u64(stack[S_KEY_BITS])
+    done, required = 0, 0
     for shard in range(len(ids)):
-        required += aligned(ids[shard])
+        rest, high = entries[done:], (shard + 1) * stack[S_SHARD_ROWS]
+        if stack[S_WEIGHTED]:
+            length, different, repeats = scan_weighted(rest, n - done, high, mask, bits, samples)
+        else:
+            length, different, repeats = scan(rest, n - done, high, mask)
+        done += length
+        ids[shard], unique[shard] = length - repeats, different
+        required += aligned(length - repeats)
     found[O_DROPPED], found[O_OVERFLOW], found[O_REQUIRED] = 0, 0, required
