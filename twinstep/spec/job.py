@@ -13,13 +13,14 @@ from pydantic_core import PydanticCustomError
 
 from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
 from twinstep.spec.base import INT32_MAX, Count, Number, Spec
+from twinstep.spec.columns import ColumnsSpec
 from twinstep.spec.model import DLRMv3Spec, Model
 
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_MAX = 40  # leaves room for the suffixes that JobSet and Ray add to a 63-character DNS label
 TableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
-DatasetName = Literal["ml-100k", "ml-1m", "ml-20m", "kuairand-1k", "synthetic", "synthetic-clicks"]
-DATASETS_OF_FILES = ("ml-1m", "ml-20m", "kuairand-1k")
+DatasetName = Literal["ml-100k", "ml-1m", "ml-20m", "kuairand-1k", "parquet", "synthetic", "synthetic-clicks"]
+DATASETS_OF_FILES = ("ml-1m", "ml-20m", "kuairand-1k", "parquet")
 """Datasets that are read from `data.path`; the others need no files of the user's."""
 DataPath = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 
@@ -38,8 +39,8 @@ class DataSpec(Spec):
 
     dataset: DatasetName = "ml-100k"
     """`ml-100k`: MovieLens-100K from the installed recbole distribution; `ml-1m`, `ml-20m`, `kuairand-1k`: files as
-    published, below `path`; `synthetic`: seeded histories of zipf ids; `synthetic-clicks`: seeded rows of dense and
-    multi-hot features, in the form of the Criteo data, for `dlrm`."""
+    published, below `path`; `parquet`: your own, by `columns`; `synthetic`: seeded histories of zipf ids;
+    `synthetic-clicks`: seeded rows of dense and multi-hot features, in the form of the Criteo data, for `dlrm`."""
     path: Annotated[DataPath | None, Field(validate_default=True)] = None
     """Folder of the dataset's files: a local path or an fsspec URI; for datasets that are not shipped."""
     on_bad_row: Literal["error", "skip"] = "error"
@@ -48,6 +49,14 @@ class DataSpec(Spec):
     """What is predicted, of the dataset's tasks; null: all its binary ones."""
     features: tuple[TableName, ...] | None = None
     """Features that the model sees, of the dataset's; null: all. The item's own id is always one."""
+    columns: ColumnsSpec = ColumnsSpec()
+    """Columns of the files of `dataset: parquet`."""
+    hash_rows: dict[TableName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
+    """Tables of `parquet` whose ids are hashed into so many rows; the others are numbered."""
+    vocabulary: DataPath | None = None
+    """Folder of `parquet`'s vocabularies, one file per table: read if there, else written; null: numbered anew."""
+    unlisted: Literal["row", "error"] = "row"
+    """An id that a vocabulary does not list: `row` gives all of them row 0; `error` ends the run."""
     split: SplitSpec = SplitSpec()
     """Training and held-out events."""
     label_threshold: Annotated[Number, Field(ge=0)] = 4.0

@@ -5,13 +5,18 @@ Every reader of files tells a `BadRows` of what it finds; `train/` reports what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from twinstep.spec.errors import DataError
 from twinstep.worker.data.events import Ints
 
+Column = Any  # a numpy array, or a pyarrow array of text: [rows]
 FIRST = 10  # rows that were left out and are told one by one; of more, only the count
 REMEDY = "mend or remove that row, or set data.on_bad_row: skip"
 
@@ -70,3 +75,46 @@ class BadRows:
         files = ", ".join(f"{name}: {count:,}" for name, count in sorted(self.by_file.items()))
         first = f"; the first: {self.first[0]}" if self.first else ""
         return f"{self.count:,} of {self.count + self.kept:,} rows left out ({files}){first}"
+
+
+class CheckedRows:
+    """Some rows of a file while their columns are converted, and what was found wrong with each. A row is bad once."""
+
+    def __init__(self, file: str, rows: Ints, *, before: str = "", malformed: Sequence[tuple[int, str]] = ()) -> None:
+        """Take N rows whose numbers are `rows`; `malformed` are further rows, bad from the start."""
+        self.file = file
+        self.rows = rows
+        """[N] int64: number of each row, counted from 1, rising."""
+        self._before = before
+        self._malformed = malformed
+        self._why = np.zeros(len(rows), dtype=np.int16)  # number of what is wrong with a row, 0: nothing
+        self._problems: list[Callable[[int], str]] = []
+
+    def reject(self, wrong: NDArray[np.bool_], problem: Callable[[int], str]) -> None:
+        """Mark rows as bad. `problem` says what is wrong with the row at a position."""
+        if wrong.any():
+            self._problems.append(problem)
+            self._why[wrong & (self._why == 0)] = len(self._problems)
+
+    def keep(self, bad: BadRows, **columns: Column) -> dict[str, Column]:
+        """Return the columns without the bad rows, which go to `bad`.
+
+        Raises:
+            DataError: there is a bad row, and the policy is `error`.
+        """
+        wrong = np.flatnonzero(self._why)
+        malformed = dict(self._malformed)
+        rows = np.sort(np.concatenate((self.rows[wrong], np.array(list(malformed), dtype=np.int64))))
+
+        def problem(i: int) -> str:
+            row = int(rows[i])
+            at = int(np.searchsorted(self.rows, row))
+            return malformed[row] if row in malformed else self._problems[self._why[at] - 1](at)
+
+        bad.add(self.file, rows, problem, before=self._before)
+        bad.kept += len(self.rows) - len(wrong)
+        if not len(wrong):
+            return columns
+        good = self._why == 0
+        return {name: values.filter(pa.array(good)) if isinstance(values, pa.Array) else values[good]
+                for name, values in columns.items()}  # fmt: skip

@@ -7,7 +7,7 @@ pyarrow parses; no Python runs per row but for rows that are wrong. Readers of d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pyarrow import csv
 
 from twinstep.spec.errors import DataError
-from twinstep.worker.data.badrows import BadRows
+from twinstep.worker.data.badrows import BadRows, CheckedRows, Column
 from twinstep.worker.data.events import Ints
 from twinstep.worker.data.files import DataFile
 from twinstep.worker.data.lines import blocks
@@ -28,8 +28,6 @@ SHOWN = 40  # characters of a value that an error shows
 INT64 = np.iinfo(np.int64)
 _UNIT = "\x1f"  # stands for a delimiter of several characters, which pyarrow has none of
 _DELIMITERS = (",", "\t", ";", "|", "::")
-
-Column = Any  # a numpy array, or a pyarrow array of text: [rows of the chunk]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,25 +42,14 @@ class Delimited:
     encoding: Literal["utf-8", "latin-1"] = "utf-8"
 
 
-class Chunk:
-    """Some rows of a file as text, and what was found wrong with them."""
+class Chunk(CheckedRows):
+    """Some rows of a file as text."""
 
     def __init__(
         self, file: str, rows: Ints, columns: dict[str, pa.Array], malformed: Sequence[tuple[int, str]]
     ) -> None:
-        self.file = file
-        self.rows = rows
-        """[N] int64: number of each row in its file, counted from 1."""
+        super().__init__(file, rows, malformed=malformed)
         self._columns = columns
-        self._malformed = malformed
-        self._why = np.zeros(len(rows), dtype=np.int16)  # number of what is wrong with a row, 0: nothing
-        self._problems: list[Callable[[int], str]] = []
-
-    def reject(self, wrong: NDArray[np.bool_], problem: Callable[[int], str]) -> None:
-        """Mark rows as bad. `problem` says what is wrong with the row at a position of the chunk."""
-        if wrong.any():
-            self._problems.append(problem)
-            self._why[wrong & (self._why == 0)] = len(self._problems)
 
     def text(self, name: str) -> pa.Array:
         """Return a column as text; bytes that are none make the row a bad one."""
@@ -117,29 +104,6 @@ class Chunk:
         numbers, found = keys.find(values)
         self.reject(~found, lambda i: f"has the {_plain(name)} {self._show(name, i)}, which {keys.home} does not have")
         return numbers
-
-    def keep(self, bad: BadRows, **columns: Column) -> dict[str, Column]:
-        """Return the columns without the bad rows, which go to `bad`.
-
-        Raises:
-            DataError: there is a bad row, and the policy is `error`.
-        """
-        wrong = np.flatnonzero(self._why)
-        malformed = dict(self._malformed)
-        rows = np.sort(np.concatenate((self.rows[wrong], np.array(list(malformed), dtype=np.int64))))
-
-        def problem(i: int) -> str:
-            row = int(rows[i])
-            at = int(np.searchsorted(self.rows, row))
-            return malformed[row] if row in malformed else self._problems[self._why[at] - 1](at)
-
-        bad.add(self.file, rows, problem)
-        bad.kept += len(self.rows) - len(wrong)
-        if not len(wrong):
-            return columns
-        good = self._why == 0
-        return {name: values.filter(pa.array(good)) if isinstance(values, pa.Array) else values[good]
-                for name, values in columns.items()}  # fmt: skip
 
     def _show(self, name: str, i: int) -> str:
         return repr(self._columns[name][i].as_py().decode("utf-8", "replace")[:SHOWN])

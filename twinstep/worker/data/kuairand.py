@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow.compute as pc
 
-from twinstep.worker.data.badrows import BadRows
-from twinstep.worker.data.delimited import Column, Delimited, Keys, first_of_each, gather, number_text, read_delimited
+from twinstep.worker.data.badrows import BadRows, Column
+from twinstep.worker.data.delimited import Delimited, Keys, first_of_each, gather, number_text, read_delimited
 from twinstep.worker.data.events import (
     INT32_MAX,
     DataSchema,

@@ -41,7 +41,7 @@ def blocks(stream: BinaryIO, *, name: str, chunk_bytes: int, quoted: bool) -> It
     """
     row, carry, too_long = 1, b"", False  # too_long: the line that `carry` began was dropped for its length
     first = True
-    while piece := stream.read(chunk_bytes):
+    while piece := stream.read(max(chunk_bytes, len(_UTF8_BOM)) if first else chunk_bytes):
         if first:
             if piece.startswith(_UTF16_BOMS):
                 raise DataError(f"{name} cannot be read: it is UTF-16", remedy="write it as UTF-8")

@@ -15,9 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from twinstep.spec.errors import DataError
-from twinstep.worker.data.badrows import BadRows
+from twinstep.worker.data.badrows import BadRows, Column
 from twinstep.worker.data.delimited import (
-    Column,
     Delimited,
     Keys,
     first_of_each,

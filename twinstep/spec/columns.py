@@ -1,0 +1,60 @@
+"""Which columns of a user's own files say who did what and when: `data.columns`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from twinstep.spec.base import Spec
+
+ColumnName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
+MAX_ACTIONS = 31  # bits of an action word: what fits int32 and is not negative
+
+
+class ColumnsSpec(Spec):
+    """Columns of the files of `dataset: parquet`; other datasets ignore them."""
+
+    user: ColumnName = "user_id"
+    """Who: whole number or text."""
+    item: ColumnName = "item_id"
+    """What: whole number or text; the first item feature, and the name of its table."""
+    time: ColumnName = "timestamp"
+    """When: a timestamp, or a whole number of `time_unit` since 1970."""
+    time_unit: Literal["s", "ms", "us", "ns"] = "s"
+    """Unit of a time that is a whole number."""
+    time_order: Literal["any", "rising"] = "any"
+    """`rising`: a row earlier than any before it is a bad one; `any`: rows are sorted by time."""
+    rating: ColumnName | None = "rating"
+    """A number; gives the task `liked` by `data.label_threshold`."""
+    actions: Annotated[tuple[ColumnName, ...], Field(max_length=MAX_ACTIONS, validate_default=True)] = ()
+    """Columns of 0 and 1 (or booleans): column i is bit i of the action word, and a task of its own."""
+    watch: ColumnName | None = None
+    """Seconds watched; gives the regression `watch_time`, for `data.tasks` to ask for."""
+    user_features: tuple[ColumnName, ...] = ()
+    """Ids that describe the user, one table each; none: the user's own id."""
+    item_features: tuple[ColumnName, ...] = ()
+    """Further ids that describe the item, one table each."""
+
+    @field_validator("actions")
+    @classmethod
+    def _something_to_predict(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if not value and info.data.get("rating", "") is None:
+            said = {"allowed": "at least one column, where rating is null", "nearest": ["is_click"]}
+            raise PydanticCustomError("between_fields", "is empty, and rating is null: nothing to predict", said)
+        if len(set(value)) < len(value):
+            said = {"allowed": "each once", "nearest": list(dict.fromkeys(value))}
+            raise PydanticCustomError("between_fields", "names one twice", said)
+        return value
+
+    @property
+    def id_names(self) -> tuple[str, ...]:
+        """Columns of ids, each once."""
+        return tuple(dict.fromkeys((self.user, self.item, *self.user_features, *self.item_features)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All columns to read, each once."""
+        others = (self.time, self.rating, self.watch, *self.actions)
+        return tuple(dict.fromkeys((*self.id_names, *(name for name in others if name is not None))))
