@@ -51,6 +51,7 @@ ROOT = Path(__file__).parents[1]
 BARS = {
     "submit p95 ms": 150.0,
     "pass s": 1.0,
+    "pass, all change s": 1.0,
     "ingest points/s": 20_000.0,
     "plan ms": 50.0,
     "chart first ms": 5_000.0,
@@ -356,6 +357,12 @@ class _Cluster:
         self._there[run_id] = workload
         return WorkloadRef(kind=workload["kind"], namespace=meta["namespace"], name=meta["name"], uid=f"uid-{run_id}")
 
+    def end_all(self) -> None:
+        """Let everything that was applied come to its end."""
+        ended = {"type": "Completed", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+        for workload in self._there.values():
+            workload["status"] = {**workload["status"], "terminalState": "Completed", "conditions": [ended]}
+
     def workloads(self) -> dict[str, WorkloadRef]:
         return {}
 
@@ -376,13 +383,14 @@ class _Cluster:
 
 
 def _pass(size: Size, store: Store) -> dict[str, float]:
-    """A pass of the reconciler over many runs, some of them live; the worst of several, once all were launched."""
+    """A pass of the reconciler over many runs, some of them live: the worst of several, and one in which all end."""
     spec = parse_spec((ROOT / SPEC_128).read_bytes())
     body = spec.model_dump(mode="json")
     _many_runs(size, store, body)
     runs = ClusterRuns(store.database, changed=store.changes.bump)
+    cluster = _Cluster()
     reconciler = ClusterReconciler(
-        runs, _Cluster(), workers=Workers(image="example.org/worker:1"), every_seconds=1.0
+        runs, cluster, workers=Workers(image="example.org/worker:1"), every_seconds=1.0
     )  # fmt: skip
     launched = time.perf_counter()
     for _ in range(100):
@@ -396,7 +404,12 @@ def _pass(size: Size, store: Store) -> dict[str, float]:
         started = time.perf_counter()
         reconciler.run_once()
         took.append(time.perf_counter() - started)
-    return {"launch all s": launched, "pass s": max(took)}
+    cluster.end_all()
+    started = time.perf_counter()
+    reconciler.run_once()
+    changed = time.perf_counter() - started
+    assert not runs.live()
+    return {"launch all s": launched, "pass s": max(took), "pass, all change s": changed}
 
 
 def _many_runs(size: Size, store: Store, spec: dict[str, Any]) -> None:

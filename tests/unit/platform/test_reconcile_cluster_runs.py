@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sqlalchemy import delete
 from stand_in_cluster import StandInCluster
 
 from twinstep.platform.scheduler.cluster import reconcile
@@ -19,6 +20,7 @@ from twinstep.platform.settings import ClusterSettings, Settings
 from twinstep.platform.store.cluster_runs import ClusterRuns
 from twinstep.platform.store.records import JobDetail, Run
 from twinstep.platform.store.store import Store
+from twinstep.platform.store.tables import JobRow
 from twinstep.spec.errors import UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import ProgressRecord
@@ -509,6 +511,85 @@ def test_a_pass_over_runs_of_which_nothing_changed_asks_the_store_once_and_write
     asked.clear()
     many.passes()
     assert asked == ["read"]
+
+
+def _changes(plane: Plane, job: JobDetail) -> list[str]:
+    events = plane.service.list_events(job.id).items
+    return [event.data["to"] for event in events if event.name == "state_changed"]
+
+
+def test_runs_that_change_in_one_pass_share_a_transaction_and_each_has_its_event(
+    plane: Plane, cluster: StandInCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.TOGETHER", 5)
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.TOGETHER_S", 60.0)
+    jobs = [plane.running(name=f"run-{number}") for number in range(12)]
+    for number, job in enumerate(jobs):
+        cluster.ends(job.run_id) if number % 2 else cluster.restarting(job.run_id, 1)
+    writes = []
+    write = plane.store.database.write
+    monkeypatch.setattr(plane.store.database, "write", lambda: (writes.append(1), write())[1])
+    plane.passes()
+    assert len(writes) == 3
+    assert [plane.run(job).state for job in jobs] == [S.RESTARTING, S.SUCCEEDED] * 6
+    for number, job in enumerate(jobs):
+        assert _changes(plane, job)[-2:] == ["running", "succeeded" if number % 2 else "restarting"]
+        assert (plane.run(job).finished_at is not None) == bool(number % 2)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_control_plane_killed_while_it_writes_what_has_changed_leaves_nothing_lost_or_double(
+    plane: Plane,
+    cluster: StandInCluster,
+    another: Callable[[], Plane],
+    monkeypatch: pytest.MonkeyPatch,
+    after: bool,
+) -> None:
+    jobs = [plane.running(name=f"run-{number}") for number in range(3)]
+    for job in jobs:
+        cluster.ends(job.run_id)
+    advanced = ClusterRuns.advance_all
+
+    def killed(self: ClusterRuns, moves: Any) -> Any:
+        if after:
+            advanced(self, moves)
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClusterRuns, "advance_all", killed)
+        with pytest.raises(Crash):
+            plane.passes()
+    another().passes(2)
+    for job in jobs:
+        assert plane.run(job).state is S.SUCCEEDED
+        assert _changes(plane, job).count("succeeded") == 1
+
+
+def test_a_run_that_cannot_be_moved_keeps_no_other_of_its_pass(
+    plane: Plane, cluster: StandInCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One was moved by another meanwhile, one is asked for what the table of moves does not know, one is gone."""
+    jobs = [plane.running(name=f"run-{number}") for number in range(4)]
+    for job in jobs:
+        cluster.ends(job.run_id)
+    moved, odd, gone, well = jobs
+    advanced = ClusterRuns.advance_all
+
+    def meddled(self: ClusterRuns, moves: Any) -> Any:
+        if len(moves) > 1:
+            plane.store.request_cancel(moved.run_id, actor="ada")
+            with plane.store.database.write() as connection:
+                connection.execute(delete(JobRow).where(JobRow.id == gone.id))
+            moves = [(run, replace(move, path=[S.PENDING]) if run.id == odd.run_id else move) for run, move in moves]
+        return advanced(self, moves)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClusterRuns, "advance_all", meddled)
+        plane.passes()
+    assert [plane.run(job).state for job in (moved, odd, well)] == [S.RUNNING, S.RUNNING, S.SUCCEEDED]
+    assert "cannot go from running to pending" in plane.run(odd).reason
+    plane.passes()
+    assert [plane.run(job).state for job in (moved, odd, well)] == [S.SUCCEEDED] * 3
 
 
 def test_patience_grows_is_bounded_and_is_never_the_same_for_two() -> None:

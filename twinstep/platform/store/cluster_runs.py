@@ -18,6 +18,7 @@ from twinstep.platform.store.records import Workload
 from twinstep.platform.store.search import spec_of_run
 from twinstep.platform.store.tables import JobRow, RunRow
 from twinstep.platform.store.troubles import again
+from twinstep.spec.errors import NotFoundError, StateError, TwinstepError
 from twinstep.spec.states import ACTIVE, FINAL, LIVE, RunState
 
 ACTOR = "scheduler"
@@ -132,17 +133,33 @@ class ClusterRuns:
         self._changed(run.job_id)
         return version + 1
 
-    @again
     def advance(
         self, run: ClusterRun, path: Sequence[RunState], *, reason: str, changes: dict[str, Any] | None = None
     ) -> bool:
         """Move a run along a path of states, an event each; False where another was first."""
         move = Move(run_id=run.id, path=path, if_version=run.version, reason=reason, changes=changes or {})
+        return self._advanced([(run, move)])[0]
+
+    def advance_all(self, moves: Sequence[tuple[ClusterRun, Move]]) -> list[bool | TwinstepError]:
+        """Move runs in one transaction; say of each whether it was moved (False: another was first), or why not.
+
+        One that cannot be moved keeps no other from it.
+        """
+        try:
+            return list(self._advanced(moves))
+        except (StateError, NotFoundError) as error:
+            if len(moves) == 1:
+                return [error]
+            return [answer for each in moves for answer in self.advance_all([each])]
+
+    @again
+    def _advanced(self, moves: Sequence[tuple[ClusterRun, Move]]) -> list[bool]:
         with self._database.write() as connection:
-            (moved,) = guarded_moves(connection, [move], actor=ACTOR, time=time.time())
-        if moved is not None:
-            self._changed(run.job_id)
-        return moved is not None
+            jobs = guarded_moves(connection, [move for _, move in moves], actor=ACTOR, time=time.time())
+        for job_id in jobs:
+            if job_id is not None:
+                self._changed(job_id)
+        return [job_id is not None for job_id in jobs]
 
     @again
     def remark(self, remarks: Sequence[Remark]) -> None:

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -39,8 +39,9 @@ from twinstep.platform.scheduler.passes import Passes, trouble_with
 from twinstep.platform.scheduler.render.render import RenderedRun, render
 from twinstep.platform.scheduler.rundir import hash_token
 from twinstep.platform.store.cluster_runs import ClusterRun, ClusterRuns, Remark
+from twinstep.platform.store.moves import Move
 from twinstep.platform.store.records import Diagnosis, Workload
-from twinstep.spec.errors import ConflictError, NotFoundError, SpecError, UnavailableError
+from twinstep.spec.errors import ConflictError, NotFoundError, SpecError, TwinstepError, UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.states import ACTIVE, FINAL, RunState
 
@@ -51,6 +52,8 @@ SETTLE_S = 3.0  # the mirror hears of what was just sent within that; asking bef
 DELETE_AGAIN_S = 15.0
 PASS_S = 5.0  # a pass that sends for longer goes on at the next one, so that others are looked at meanwhile
 SWEEP_S = 60.0  # between two looks for workloads whose runs have ended
+TOGETHER = 100  # moves that one transaction holds at most: other writers wait for it
+TOGETHER_S = 0.5  # a move waits for others that long
 MAX_IN_A_ROW = 3  # failures to reach the API server after which a pass asks no more
 JUMP_S = 10.0  # a clock that is set by less does no harm
 CONFLICT = "conflict"
@@ -79,6 +82,11 @@ class _Pass:
     trouble: str = ""
     left: bool = False
     """Something was left for the next pass."""
+    moves: list[tuple[ClusterRun, Move]] = field(default_factory=list)
+    """Decided on, and not yet written."""
+    since: float = 0.0
+    """When the first of them was."""
+    remarks: list[Remark] = field(default_factory=list)
 
 
 class ClusterReconciler(Passes):
@@ -130,8 +138,13 @@ class ClusterReconciler(Passes):
         now = _Pass(until=time.monotonic() + PASS_S, before={})
         for run in live:
             now.before[run.job_id] = min(run.attempt, now.before.get(run.job_id, run.attempt))
-        remarks = [remark for run in live if self._leads() and (remark := self._guarded(run, now)) is not None]
-        self._runs.remark(remarks)
+        for run in live:
+            if self._leads() and (remark := self._guarded(run, now)) is not None:
+                now.remarks.append(remark)
+            if len(now.moves) >= TOGETHER or (now.moves and time.monotonic() - now.since > TOGETHER_S):
+                self._write_moves(now)
+        self._write_moves(now)
+        self._runs.remark(now.remarks)
         self._sweep(ids)
         if now.left:
             self.nudge()
@@ -382,9 +395,24 @@ class ClusterReconciler(Passes):
         if to in FINAL and run.cluster is not None and run.cluster.uid and time.monotonic() < now.until:
             self._drain(run.id)  # who follows it is told of its end after its last line
         changes = {"restarts": action.restarts, "diagnosis": diagnosis}
-        if self._runs.advance(run, path_to(run.state, to), reason=reason, changes=changes) and to in FINAL:
-            self.nudge()  # a later attempt may be waiting for this one
+        path = path_to(run.state, to)
+        now.since = now.since if now.moves else time.monotonic()
+        now.moves.append(
+            (run, Move(run_id=run.id, path=path, if_version=run.version, reason=reason, changes=changes))
+        )  # fmt: skip
         return None
+
+    def _write_moves(self, now: _Pass) -> None:
+        """Write what was decided so far in one transaction. A crash before it loses nothing: it is decided again."""
+        moves, now.moves = now.moves, []
+        if not moves:
+            return
+        for (run, move), moved in zip(moves, self._runs.advance_all(moves), strict=True):
+            if isinstance(moved, TwinstepError):
+                remark = _remark(run, trouble_with(run.id, moved), run.restarts, run.diagnosis)
+                now.remarks += [] if remark is None else [remark]
+            elif moved and move.path[-1] in FINAL:
+                self.nudge()  # a later attempt may be waiting for this one
 
 
 def _ref(workload: Workload) -> WorkloadRef:
