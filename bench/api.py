@@ -360,8 +360,9 @@ class _Cluster:
     def end_all(self) -> None:
         """Let everything that was applied come to its end."""
         ended = {"type": "Completed", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
-        for workload in self._there.values():
-            workload["status"] = {**workload["status"], "terminalState": "Completed", "conditions": [ended]}
+        for run_id, workload in self._there.items():
+            status = {**workload["status"], "terminalState": "Completed", "conditions": [ended]}
+            self._there[run_id] = {**workload, "status": status}
 
     def workloads(self) -> dict[str, WorkloadRef]:
         return {}
