@@ -382,7 +382,7 @@ class Trainer:
             return None
         seconds = time.perf_counter() - started
         self._reporter.metric(self.step, {f"eval/{name}": value for name, value in scores.values().items()})
-        said = ", ".join(f"{name} {value:.4f}" for name, value in scores.values().items() if value is not None)
+        said = scores.words()
         details = {"step": self.step, "seconds": round(seconds, 3), **scores.values()}
         self._reporter.event("evaluated", f"step {self.step}: {said}", details)
         self._view.say(f"evaluated after step {self.step}: {said} ({scores.examples:,} held-out examples)")
