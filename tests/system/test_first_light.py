@@ -133,7 +133,7 @@ def test_a_killed_control_plane_loses_no_point_and_no_event_of_a_real_run(
 def test_the_trained_model_ranks_held_out_ratings_better_than_both_baselines(finished: dict[str, Any]) -> None:
     summary = finished["summary"]
     baselines = {name: score["auc"] for name, score in summary["baselines"].items()}
-    assert set(baselines) == {"item_mean", "popularity"}
+    assert set(baselines) == {"item_mean", "popularity", "user_item_mean"}
     assert summary["eval_examples"] > 20_000, "the newest fifth of 100,000 ratings, all of it"
     assert summary["auc"] > baselines["item_mean"] + 0.01
     assert summary["auc"] > baselines["popularity"]
@@ -211,7 +211,7 @@ def test_the_demo_ends_with_one_json_line_whose_model_was_trained_on_every_backe
     assert found.returncode == 0, found.stdout + found.stderr
     result = json.loads(found.stdout.splitlines()[-1])
     assert result["state"] == "succeeded"
-    assert set(result["baselines"]) == {"item_mean", "popularity"}
+    assert set(result["baselines"]) == {"item_mean", "popularity", "user_item_mean"}
     assert set(result["backends"]) == {"inductor", "xla"}
     for backend in result["backends"].values():
         assert backend["compile_s"] > 0

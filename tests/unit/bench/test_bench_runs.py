@@ -132,7 +132,7 @@ def test_quality_trains_each_seed_on_each_split() -> None:
     for scores in found["splits"].values():
         assert len(scores["auc"]["values"]) == 2
         assert scores["auc"]["min"] <= scores["auc"]["mean"] <= scores["auc"]["max"]
-        assert set(scores["baselines"]) == {"item_mean", "popularity"}
+        assert set(scores["baselines"]) == {"item_mean", "popularity", "user_item_mean"}
     assert found["auc"] == found["splits"]["time"]["auc"]
     assert found["auc"]["std"] > 0
     assert "(item_mean)" in shown(quality.table(found))
