@@ -59,8 +59,6 @@ def run(size: Size = FULL, *, say: Say) -> dict[str, Any]:
 
 def case(workload: str, devices: int, local: int, threads: int, size: Size) -> dict[str, Any]:
     """Measure one workload on one shape with one number of threads."""
-    if workload == "split":
-        local = devices  # its hosts agree over a network; so one host has them all
     given = {
         "workload": workload,
         "devices": devices,

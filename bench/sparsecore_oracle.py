@@ -6,6 +6,7 @@ Only this file speaks its API. It runs on a host without a TPU; what needs one i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,13 +94,17 @@ def caller(
     """Return a call of its compiled preprocessing.
 
     It gives row pointers, embedding ids, sample ids and gains by stack, the number of minibatches, and statistics.
-    Arrays of rows are object arrays of int32 arrays. `options`: allow_id_dropping, enable_minibatching, batch_number,
-    local_devices.
+    Arrays of rows are object arrays of int32 arrays. `options`: allow_id_dropping, enable_minibatching, local_devices.
     """
     local = options.pop("local_devices", cores.devices)
     given, weighted = list(ids), None if weights is None else list(weights)
+    numbers = itertools.count(1)
+    if options.get("enable_minibatching") and local < cores.devices:  # it asks its hosts, of which there is one here
+        node = compiled.MinibatchingNode(0, 1, [], 0)
+        options["all_reduce_interface"] = node.get_all_reduce_interface()
 
     def call() -> tuple[Any, ...]:
+        options["batch_number"] = next(numbers)  # a number that comes again ends the process
         found: tuple[Any, ...] = compiled.preprocess_sparse_dense_matmul_input(
             given, weighted, specs, local, cores.devices, num_sc_per_device=cores.per_device, **options
         )

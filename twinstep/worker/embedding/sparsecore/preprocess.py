@@ -118,7 +118,8 @@ class Preprocessor:
         self._template = Template(plan, self.local)
         self._cores = cores_of(plan.cores, self.local)
         self._workers = Workers(threads)
-        self._slots = {stack.name: self._slots_of(stack) for stack in plan.stacks}
+        pooled = BUCKETS if self.policy.split == "vocabulary" else 1  # 64 minibatches at most share the slots
+        self._slots = {stack.name: self._slots_of(stack, pooled) for stack in plan.stacks}
 
     def __call__(self, batch: Mapping[str, Given]) -> Preprocessed:
         """Preprocess one batch of this host.
@@ -223,7 +224,7 @@ class Preprocessor:
 
     def _write_whole(self, tables: Tables, kept: Any) -> Any:
         """Write what is kept as one minibatch, the SparseCores of a device one after another."""
-        buffers = slab(self._shapes(BUCKETS, self._pooled_slots()))
+        buffers = slab(self._shapes(BUCKETS, self._slots))
         self._template.set_buffers(tables, buffers, pooled=True)
         self._template.set_begins(tables, tables.found[:, O_REQUIRED], ends=True)
         self._workers.run(
@@ -256,7 +257,7 @@ class Preprocessor:
         if (sizes[2] < sizes[0]).any() and not self.policy.allow_id_dropping:
             raise self._bucket_error(tables, sizes)
         runs = np.add.reduceat(sizes[2], np.searchsorted(minibatch, np.arange(count)), axis=2)
-        buffers = slab(self._shapes(BUCKETS, self._pooled_slots()))
+        buffers = slab(self._shapes(BUCKETS, self._slots))
         self._template.set_buffers(tables, buffers, pooled=True)
         self._template.set_begins(tables, (-(-runs.astype(np.int64) // 8) * 8).sum(axis=(1, 2)), ends=False)
         left = sizes[2]
@@ -309,10 +310,10 @@ class Preprocessor:
 
     # Sizes.
 
-    def _slots_of(self, stack: Stack) -> int:
+    def _slots_of(self, stack: Stack, minibatches: int) -> int:
         """Slots of one device's buffers: as asked for, at most what the limits can need."""
         per_device = self.plan.cores.per_device
-        most = aligned(stack.held_to.max_ids) * per_device * self.plan.cores.count
+        most = aligned(stack.held_to.max_ids) * per_device * self.plan.cores.count * minibatches
         if stack.buffer is None:
             return most
         asked = -(-stack.buffer // (8 * per_device)) * 8 * per_device
@@ -321,13 +322,6 @@ class Preprocessor:
                 "stack %r asks for %d slots and its limits need %d at most; it gets these", stack.name, asked, most
             )
         return min(asked, most)
-
-    def _pooled_slots(self) -> dict[str, int]:
-        """Slots where minibatches along the vocabulary share them: 64 minibatches at most."""
-        return {
-            stack.name: self._slots[stack.name] * (1 if stack.buffer is not None else BUCKETS)
-            for stack in self.plan.stacks
-        }
 
     def _shapes(self, minibatches: int, slots: Mapping[str, int]) -> dict[str, Any]:
         pointers = partitions(self.plan.cores.count) * minibatches * self.plan.cores.per_device
