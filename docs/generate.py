@@ -34,7 +34,10 @@ RULES = (
         "data.dataset",
         f"`{'`, `'.join(DATASETS_OF_ROWS)}` with `model.kind: dlrm` and no other, which has the first by default",
     ),
-    ("data.path", "required with `dataset: ml-1m`, `ml-20m`, `kuairand-1k`, `parquet`; other datasets refuse it"),
+    (
+        "data.path",
+        "required with `dataset: ml-1m`, `ml-20m`, `kuairand-1k`, `parquet`, `criteo`; other datasets refuse it",
+    ),
     ("data.tasks", "each once; one of the dataset's: `docs/howto/bring-your-data.md` lists them"),
     ("data.columns.actions", "each once; at least one where `data.columns.rating` is null"),
     ("data.features", "each once; one of the dataset's"),

@@ -19,8 +19,8 @@ from twinstep.spec.model import DLRMv3Spec, Model
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_MAX = 40  # leaves room for the suffixes that JobSet and Ray add to a 63-character DNS label
 TableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
-DatasetName = Literal["ml-100k", "ml-1m", "ml-20m", "kuairand-1k", "parquet", "synthetic", "synthetic-clicks"]
-DATASETS_OF_FILES = ("ml-1m", "ml-20m", "kuairand-1k", "parquet")
+DatasetName = Literal["ml-100k", "ml-1m", "ml-20m", "kuairand-1k", "parquet", "criteo", "synthetic", "synthetic-clicks"]
+DATASETS_OF_FILES = ("ml-1m", "ml-20m", "kuairand-1k", "parquet", "criteo")
 """Datasets that are read from `data.path`; the others need no files of the user's."""
 DataPath = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 
@@ -39,7 +39,8 @@ class DataSpec(Spec):
 
     dataset: DatasetName = "ml-100k"
     """`ml-100k`: MovieLens-100K from the installed recbole distribution; `ml-1m`, `ml-20m`, `kuairand-1k`: files as
-    published, below `path`; `parquet`: your own, by `columns`; `synthetic`: seeded histories of zipf ids;
+    published, below `path`; `parquet`: your own, by `columns`; `criteo`: click logs for `dlrm`; `synthetic`: seeded
+    histories of zipf ids;
     `synthetic-clicks`: seeded rows of dense and multi-hot features, in the form of the Criteo data, for `dlrm`."""
     path: Annotated[DataPath | None, Field(validate_default=True)] = None
     """Folder of the dataset's files: a local path or an fsspec URI; for datasets that are not shipped."""
@@ -52,7 +53,9 @@ class DataSpec(Spec):
     columns: ColumnsSpec = ColumnsSpec()
     """Columns of the files of `dataset: parquet`."""
     hash_rows: dict[TableName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
-    """Tables of `parquet` whose ids are hashed into so many rows; the others are numbered."""
+    """Tables of `parquet` whose ids are hashed into so many rows; the others are numbered. Of `criteo` C1 to C26."""
+    cache_dir: DataPath | None = None
+    """Local folder that keeps `criteo` as arrays for later runs, 170 bytes a row; null: made anew for each run."""
     vocabulary: DataPath | None = None
     """Folder of `parquet`'s vocabularies, one file per table: read if there, else written; null: numbered anew."""
     unlisted: Literal["row", "error"] = "row"
@@ -121,7 +124,7 @@ class DataSpec(Spec):
         return self.batch_size * (self.uih_budget or self.uih_len)
 
 
-DATASETS_OF_ROWS = ("synthetic-clicks",)
+DATASETS_OF_ROWS = ("synthetic-clicks", "criteo")
 """Datasets of rows with dense and multi-hot features, which `dlrm` takes; the others hold histories, for `dlrmv3`."""
 
 OPTIMIZER_SETTINGS = {

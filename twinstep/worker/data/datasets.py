@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from twinstep.spec.job import DataSpec
 from twinstep.worker.data.badrows import BadRows
+from twinstep.worker.data.criteo import read_criteo
 from twinstep.worker.data.events import DataSchema, Events, Floats, Ints, check_ids, select_features, task_labels
 from twinstep.worker.data.files import open_folder
 from twinstep.worker.data.kuairand import read_kuairand
@@ -57,6 +58,7 @@ class Dataset:
 
 
 ROW_SOURCES: dict[str, Callable[[DataSpec, BadRows], tuple[Rows, MultiHotSchema]]] = {
+    "criteo": lambda spec, bad: read_criteo(open_folder(spec.path or ""), spec, bad),
     "synthetic-clicks": lambda spec, bad: make_clicks(spec.synthetic_events),
 }
 """Datasets of rows with dense and multi-hot features; keys are `spec.job.DATASETS_OF_ROWS`."""
@@ -70,7 +72,9 @@ def load_dataset(spec: DataSpec) -> Dataset | MultiHotDataset:
     """
     bad = BadRows(policy=spec.on_bad_row)
     if spec.dataset in ROW_SOURCES:
-        return make_multi_hot_dataset(*ROW_SOURCES[spec.dataset](spec, bad), spec, left_out=bad)
+        return make_multi_hot_dataset(
+            *ROW_SOURCES[spec.dataset](spec, bad), spec, left_out=bad, checked=spec.dataset == "criteo"
+        )
     events, schema = SOURCES[spec.dataset](spec, bad)
     return make_dataset(events, schema, spec, left_out=bad)
 

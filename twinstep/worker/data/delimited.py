@@ -51,6 +51,10 @@ class Chunk(CheckedRows):
         super().__init__(file, rows, malformed=malformed)
         self._columns = columns
 
+    def raw(self, name: str) -> pa.Array:
+        """Return a column as the bytes that stand in the file."""
+        return self._columns[name]
+
     def text(self, name: str) -> pa.Array:
         """Return a column as text; bytes that are none make the row a bad one."""
         column = self._columns[name]
@@ -84,7 +88,7 @@ class Chunk(CheckedRows):
         if empty is not None:
             outside &= values != empty
         span = "in int64" if (low, high) == (INT64.min, INT64.max) else f"in {low}..{high}"
-        self.reject(wrong | outside, lambda i: f"has {_plain(name)} {self._show(name, i)}, not a whole number {span}")
+        self.reject(wrong | outside, lambda i: f"has {_plain(name)} {self.show(name, i)}, not a whole number {span}")
         return np.asarray(values, dtype=np.int64)
 
     def floats(self, name: str, *, low: float, high: float) -> NDArray[np.float64]:
@@ -95,17 +99,18 @@ class Chunk(CheckedRows):
         except pa.ArrowInvalid:
             values = np.array([_number(value) for value in column.to_pylist()], dtype=np.float64)
         wrong = ~((values >= low) & (values <= high))
-        self.reject(wrong, lambda i: f"has {_plain(name)} {self._show(name, i)}, not a number in {low:g}..{high:g}")
+        self.reject(wrong, lambda i: f"has {_plain(name)} {self.show(name, i)}, not a number in {low:g}..{high:g}")
         return np.where(wrong, low, values)
 
     def numbers(self, name: str, keys: Keys) -> Ints:
         """Return the number of each key of a column; a key that `keys` does not have makes the row a bad one."""
         values = self.integers(name)
         numbers, found = keys.find(values)
-        self.reject(~found, lambda i: f"has the {_plain(name)} {self._show(name, i)}, which {keys.home} does not have")
+        self.reject(~found, lambda i: f"has the {_plain(name)} {self.show(name, i)}, which {keys.home} does not have")
         return numbers
 
-    def _show(self, name: str, i: int) -> str:
+    def show(self, name: str, i: int) -> str:
+        """Return the value at a position as an error shows it."""
         return repr(self._columns[name][i].as_py().decode("utf-8", "replace")[:SHOWN])
 
 

@@ -70,7 +70,7 @@ class DataSchema:
         """
         if names is None:
             return replace(self, tasks=tuple(task for task in self.tasks if task.kind == "binary"))
-        _check_names("data.tasks", names, [task.name for task in self.tasks])
+        check_names("data.tasks", names, [task.name for task in self.tasks])
         return replace(self, tasks=tuple(task for task in self.tasks if task.name in names))
 
     def with_rows(self, rows: dict[str, int]) -> DataSchema:
@@ -104,7 +104,8 @@ def enlarged(tables: tuple[TableSchema, ...], rows: dict[str, int]) -> tuple[Tab
     return tuple(replace(table, rows=rows.get(table.name, table.rows)) for table in tables)
 
 
-def _check_names(field: str, names: Sequence[str], known: Sequence[str]) -> None:
+def check_names(field: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise DataError unless all names that a field of the spec gives are known."""
     for name in names:
         if name not in known:
             raise DataError(
@@ -215,7 +216,7 @@ def select_features(events: Events, schema: DataSchema, names: Sequence[str] | N
     if names is None:
         return events, schema
     first = schema.item_features[0].name
-    _check_names("data.features", names, [each.name for each in (*schema.contextual, *schema.item_features)])
+    check_names("data.features", names, [each.name for each in (*schema.contextual, *schema.item_features)])
     people = [i for i, each in enumerate(schema.contextual) if each.name in names]
     items = [i for i, each in enumerate(schema.item_features) if each.name in names or each.name == first]
     contextual = tuple(schema.contextual[i] for i in people)

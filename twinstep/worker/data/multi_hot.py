@@ -153,16 +153,20 @@ class MultiHotDataset:
 
 
 def make_multi_hot_dataset(
-    rows: Rows, schema: MultiHotSchema, spec: DataSpec, *, left_out: BadRows | None = None
+    rows: Rows, schema: MultiHotSchema, spec: DataSpec, *, left_out: BadRows | None = None, checked: bool = False
 ) -> MultiHotDataset:
     """Check rows that are at hand against their schema, and split them: the last `eval_fraction` is held out.
+
+    Args:
+        checked: the reader has held every row to the schema; rows that are mapped from files would all be read again.
 
     Raises:
         DataError: rows break their form (the message names feature and row), an id lies outside its table, or the
             split leaves one side empty.
     """
     schema = schema.with_rows(spec.rows)
-    check_rows(rows, schema, source=spec.dataset)
+    if not checked:
+        check_rows(rows, schema, source=spec.dataset)
     first = round(len(rows) * (1 - spec.split.eval_fraction))
     if not 0 < first < len(rows):
         raise DataError(

@@ -31,6 +31,7 @@ from twinstep.worker.data.events import (
     Ints,
     TableSchema,
     TaskSchema,
+    check_names,
     make_events,
     star_actions,
 )
@@ -55,6 +56,7 @@ def read_parquet(
         DataError: there is no file, one is cut off or has not the columns and types it should, or a row is bad.
     """
     columns = spec.columns
+    check_names("data.hash_rows", tuple(spec.hash_rows), columns.id_names)
     files = folder.all_files(*ENDINGS)
     if not files:
         raise folder.lacks("a Parquet file", layout=f"files that end in {', '.join(ENDINGS)}")
