@@ -69,7 +69,7 @@ EVENTS = (
     ("submitted", "user", "The job was stored.", "`to`"),
     ("state_changed", "scheduler, worker", "A run moved from one state to another.", "`from`, `to`"),
     ("restarted", "scheduler", "The cluster started a run's pods again before it had begun.", "`restarts`"),
-    ("retried", "user", "A new run was made that starts from the beginning.", "`to`, `attempt`, `after`"),
+    ("retried", "user", "A new run was made, which goes on from the last checkpoint.", "`to`, `attempt`, `after`"),
     ("resumed", "user", "A new run was made that goes on from the one before.", "`to`, `attempt`, `after`"),
     ("resized", "user", "A new run of another size was made; the one before stops.", "`to`, `attempt`, `after`"),
     ("suspend_requested", "user", "Somebody asked for the run's nodes to be given back for now.", ""),

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def retry(job_ref: JobArg, follow: FollowOpt = False, as_json: JsonOpt = False, url: UrlOpt = None) -> int:
-    """Run a job that failed or was cancelled again, from its start."""
+    """Run a job that failed or was cancelled again, from its last checkpoint."""
     return _ask("retry", job_ref, as_json=as_json, url=url, follow=follow)
 
 
@@ -41,17 +41,19 @@ def resize(
     slices: Annotated[int | None, typer.Option("--slices", min=1, help="TPU slices.")] = None,
     chips_per_host: Annotated[int | None, typer.Option("--chips-per-host", help="Chips of one TPU host.")] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs in all.")] = None,
+    devices: Annotated[int | None, typer.Option("--devices", min=1, help="Devices of a CPU job.")] = None,
     batch_size: Annotated[int | None, typer.Option("--batch-size", min=1, help="Samples per step.")] = None,
     follow: FollowOpt = False,
     as_json: JsonOpt = False,
     url: UrlOpt = None,
 ) -> int:
-    """Run a job on another number of chips, once the run it has now has stopped."""
+    """Run a job on another number of chips or devices, once the run it has now has stopped."""
     size = {
         "topology": topology,
         "slices": slices,
         "chips_per_host": chips_per_host,
         "gpus": gpus,
+        "devices": devices,
         "batch_size": batch_size,
     }
     told = {name: value for name, value in size.items() if value is not None}

@@ -294,12 +294,29 @@ def test_a_job_whose_spec_a_later_version_wrote_is_refused_by_field(plane: Plane
             ask()
 
 
-def test_a_local_job_is_tried_again_and_neither_suspended_nor_resized(live) -> None:
+def test_a_local_job_is_resized_once_its_run_has_stopped(live, wait) -> None:
+    job = live.submit("sleeps")
+    live.when(job["id"], "running", "starting")
+    answer = live.http.post(f"/v1/jobs/{job['id']}/resize", json={"batch_size": 8})
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["spec"]["data"]["batch_size"] == 8
+
+    def second_is_up() -> bool:
+        runs = live.http.get(f"/v1/jobs/{job['id']}/runs").json()["items"]
+        first, second = sorted(runs, key=lambda run: run["attempt"])
+        assert second["started_at"] is None or first["finished_at"] is not None, "two runs of a job at once"
+        return second["started_at"] is not None
+
+    wait(second_is_up)
+    live.http.post(f"/v1/jobs/{job['id']}/cancel")
+    live.when(job["id"], "cancelled")
+
+
+def test_a_local_job_is_tried_again_and_not_suspended(live) -> None:
     job = live.submit("crashes")
     live.when(job["id"], "failed")
-    for verb, body in (("suspend", None), ("resize", {"batch_size": 8})):
-        answer = live.http.post(f"/v1/jobs/{job['id']}/{verb}", json=body)
-        assert (answer.status_code, "own machine" in answer.json()["detail"]) == (409, True), answer.text
+    answer = live.http.post(f"/v1/jobs/{job['id']}/suspend")
+    assert (answer.status_code, "own machine" in answer.json()["detail"]) == (409, True), answer.text
     key = {"Idempotency-Key": "once"}
     answers = [live.http.post(f"/v1/jobs/{job['id']}/retry", headers=key) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [201, 200]
@@ -361,9 +378,9 @@ def test_the_commands_ask_for_each_verb_and_say_what_came_of_it(live, capsys: py
     live.when(job["id"], "failed")
     code, said = ask("resume", job["name"])
     assert (code, said["job"]["attempt"]) == (0, 3)
-    for words in (["suspend", job["id"]], ["resize", job["id"], "--batch-size", "8"]):
+    for words, kind in ((["suspend", job["id"]], "conflict"), (["resize", job["id"], "--gpus", "8"], "invalid_spec")):
         code, said = ask(*words)
-        assert (code, said["error"]["code"]) == (2, "conflict")
+        assert (code, said["error"]["code"]) == (2, kind)
         assert said["error"]["remedy"]
 
 

@@ -33,6 +33,8 @@ class Resize(View, extra="forbid"):
     """Chips of one TPU host, where a topology comes with several."""
     gpus: StrictInt | None = None
     """GPUs in all."""
+    devices: StrictInt | None = None
+    """Devices of a CPU job."""
     batch_size: StrictInt | None = None
     """data.batch_size: samples per step, over all devices."""
 
@@ -42,6 +44,7 @@ FIELDS = {
     "slices": ("tpu", ("accelerator", "slices")),
     "chips_per_host": ("tpu", ("accelerator", "chips_per_host")),
     "gpus": ("gpu", ("accelerator", "count")),
+    "devices": ("cpu", ("accelerator", "devices")),
     "batch_size": ("", ("data", "batch_size")),
 }
 """What a resize may change: which accelerator it is for, and where it stands in a spec."""
@@ -65,7 +68,7 @@ class Verbs:
         self._attempts = Attempts(store.database, changed=store.changes.bump)
 
     def retry(self, job_id: str, *, actor: str, key: str | None = None) -> tuple[JobDetail, bool]:
-        """Run a job that failed or was cancelled again, from its start; return it, and whether a run was made now.
+        """Run a job that failed or was cancelled again, from its last checkpoint; return it, and whether that is new.
 
         Raises:
             NotFoundError: no such job.
@@ -83,7 +86,7 @@ class Verbs:
             )
         self._not_succeeded(job, "retry")
         check_runnable(validate_spec(job.spec, source="the job's spec"), self._settings)
-        return NewAttempt(verb="retried", after=run.id, version=run.version, says=", from the start")
+        return NewAttempt(verb="retried", after=run.id, version=run.version, says=", from its last checkpoint")
 
     def resume(self, job_id: str, *, actor: str, key: str | None = None) -> tuple[JobDetail, bool]:
         """Let a suspended job go on, or one that failed or was cancelled, by a new run from where it came to.
@@ -145,7 +148,7 @@ class Verbs:
 
         Raises:
             NotFoundError: no such job.
-            ConflictError: it has succeeded, is being cancelled, or runs on this machine.
+            ConflictError: it has succeeded, or is being cancelled.
             SpecError: there is no such size, or the cluster would refuse it; the job goes on as it is.
         """
         told = size.model_dump(exclude_none=True)
@@ -153,11 +156,6 @@ class Verbs:
 
     def _resize(self, job: JobDetail, told: dict[str, Any]) -> NewAttempt | None:
         run = self._newest(job)
-        if run.backend == "local":
-            raise ConflictError(
-                f"job {job.id} runs on the control plane's own machine, which has one size",
-                remedy="submit it again with another accelerator.devices",
-            )
         self._not_succeeded(job, "resize")
         spec = resized(job.spec, told)
         check_runnable(spec, self._settings)

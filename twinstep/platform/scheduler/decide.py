@@ -41,7 +41,7 @@ class Sight:
     time: float | None = None
     """When it ended, in Unix seconds."""
     stopped: str | None = None
-    """None: it ended by itself; `asked`: its supervisor was asked to; `time_limit`."""
+    """None: it ended by itself; `asked`: its supervisor was asked to; `time_limit`; `hung`."""
     problem: str | None = None
     """Why the worker could not be started at all."""
     launches: int = 0
@@ -138,6 +138,8 @@ def _ended(wanted: Wanted, sight: Sight) -> Action:
     if sight.stopped == "time_limit":
         return _finish(RunState.FAILED, f"stopped at its time limit: runtime.max_seconds is {wanted.max_seconds:g}")
     asked = wanted.cancel_requested_at
+    if sight.stopped == "hung" and asked is None:
+        return _finish(RunState.FAILED, "hung: it ended no training step for as long as runtime.hang_seconds allows")
     if sight.stopped == "asked":
         if asked is None:
             return _finish(RunState.FAILED, "stopped from outside: somebody, or a shutdown, ended its supervisor")

@@ -65,8 +65,10 @@ class LocalBackend:
         """Write the run's directory; return the hash of its token. Starts nothing."""
         return self.run_dir(run_id).prepare(spec)
 
-    def launch(self, run_id: str, spec: JobSpec) -> None:
+    def launch(self, run_id: str, spec: JobSpec, *, job_id: str | None = None, attempt: int = 1) -> None:
         """Start the run's supervisor; harmless where one has the run already.
+
+        All runs of a job have one place for checkpoints, from which a later one goes on.
 
         Raises:
             UnavailableError: its directory cannot be written, or no process can be started.
@@ -80,6 +82,8 @@ class LocalBackend:
             "command": [*self._command, str(directory.spec_path)],
             "max_seconds": spec.runtime.max_seconds,
             "stop_grace_seconds": spec.runtime.stop_grace_seconds,
+            "restarts": spec.runtime.restarts,
+            "hang_seconds": spec.runtime.hang_seconds,
         }
         environment = {name: text for name, text in os.environ.items() if name not in SECRETS} | {
             RUN_MARK: run_id,
@@ -88,6 +92,8 @@ class LocalBackend:
             "TWINSTEP_RUN_TOKEN": directory.token(),
             "PYTHONSAFEPATH": "1",
             "PYTHONUNBUFFERED": "1",
+            **({} if job_id is None else {"TWINSTEP_CHECKPOINTS": self.checkpoints(job_id, spec)}),
+            "TWINSTEP_ATTEMPT": str(attempt),
         }
         self._launches[run_id] = self._launches.get(run_id, 0) + 1
         with directory.log_path.open("ab") as log:
@@ -100,6 +106,16 @@ class LocalBackend:
                 env=environment,
                 start_new_session=True,
             )
+
+    def checkpoints(self, job_id: str, spec: JobSpec) -> str:
+        """Return where the runs of a job save their state: below the spec's path, else below the data directory."""
+        data = self._runs_dir.parent
+        wanted = spec.checkpoint.path
+        if wanted is None:
+            return str(data / "checkpoints" / job_id)
+        if "://" in wanted:
+            return f"{wanted.rstrip('/')}/{job_id}"
+        return str(data / Path(wanted).expanduser() / job_id)
 
     def observe(self, run_id: str) -> Sight:
         """Return what is to be seen of a run."""

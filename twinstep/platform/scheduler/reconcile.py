@@ -52,13 +52,16 @@ class Reconciler(Passes):
         runs = [run for run in self._store.live_runs(backend="local") if self._ours(run)]
         held = sum(run.state in ACTIVE for run in runs)
         ahead, told = held, []
+        holders = {run.job_id for run in runs if run.state in ACTIVE}
+        """Jobs with a run that has not ended: two runs of one would write the same checkpoints."""
         for run in runs:
             with about(run_id=run.id, job_id=run.job_id):
                 try:
                     if run.state in ACTIVE:
                         self._look_after(run)
                         continue
-                    action = decide(_wanted(run, slot_free=held < self._slots, ahead=ahead), _UNSEEN)
+                    slot_free = held < self._slots and run.job_id not in holders
+                    action = decide(_wanted(run, slot_free=slot_free, ahead=ahead), _UNSEEN)
                     ahead += 1
                     if action.do is Do.EXPLAIN:
                         told.append((run, action.reason))
@@ -111,9 +114,9 @@ class Reconciler(Passes):
                 token_hash = self._backend.prepare(run.id, spec)
                 reason, home = "its worker is being started", self._backend.home()
                 if self._move(run, RunState.STARTING, reason, token_hash=token_hash, home=home):
-                    self._backend.launch(run.id, spec)
+                    self._backend.launch(run.id, spec, job_id=run.job_id, attempt=run.attempt)
             case Do.LAUNCH if spec is not None:
-                self._backend.launch(run.id, spec)
+                self._backend.launch(run.id, spec, job_id=run.job_id, attempt=run.attempt)
             case Do.STOP:
                 self._backend.stop(run.id)
             case Do.FORBID if spec is not None:

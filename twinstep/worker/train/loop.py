@@ -192,6 +192,7 @@ class Trainer:
 
     def close(self) -> None:
         """Wait for the last checkpoint, and let others write where this run did."""
+        self._heart.close()
         if self._saving is not None:
             self._saving.close()
 

@@ -48,6 +48,10 @@ def environment(spec: JobSpec, context: RenderContext, extra: Sequence[Object] =
     for name, place in spec.kubernetes.secret_env.items():
         secret_name, key = place.split("/")
         entries[name] = {"name": name, "valueFrom": {"secretKeyRef": {"name": secret_name, "key": key}}}
+    if spec.checkpoint.path is not None and context.job_id:
+        place = f"{spec.checkpoint.path.rstrip('/')}/{context.job_id}"
+        entries["TWINSTEP_CHECKPOINTS"] = {"name": "TWINSTEP_CHECKPOINTS", "value": escaped(place)}
+        entries["TWINSTEP_ATTEMPT"] = {"name": "TWINSTEP_ATTEMPT", "value": str(context.attempt)}
     if context.api_url is not None:
         secret = {"name": context.token_secret, "key": "token"}
         ours: list[Object] = [

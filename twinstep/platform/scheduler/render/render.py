@@ -176,6 +176,12 @@ def _warnings(spec: JobSpec, context: RenderContext, numbers: dict[str, int | st
         found.append("no kubernetes.queue: pods wait one by one, and two jobs can hold half of a slice each")
     if spec.kubernetes.priority is not None and spec.kubernetes.queue is None:
         found.append("kubernetes.priority has no effect without kubernetes.queue")
+    if spec.checkpoint.path is None:
+        found.append("no checkpoint.path: a pod that is preempted starts from the beginning again")
+    elif "://" not in spec.checkpoint.path:
+        found.append(
+            f"checkpoint.path {spec.checkpoint.path} is a directory of the pod, which goes with it: give a URI"
+        )
     devices = int(numbers["devices"])
     if spec.data.batch_size % devices:
         found.append(

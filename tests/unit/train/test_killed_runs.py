@@ -1,0 +1,216 @@
+"""Real runs killed with SIGKILL at random moments, or told to go: nothing is lost but the steps since a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from twinstep.worker.checkpoint.place import open_place
+from twinstep.worker.checkpoint.read import Reader
+
+STEPS = 40
+SPEC: dict[str, Any] = {
+    "name": "t",
+    "model": {
+        "embedding_dim": 4, "transducer_dim": 8, "linear_dim": 4, "attention_dim": 4, "hidden_dim": 8, "num_layers": 1,
+        "dropout": 0.1,
+    },
+    "data": {"dataset": "synthetic", "synthetic_events": 400, "batch_size": 4, "uih_len": 8, "num_candidates": 2},
+    "compile": {"backend": "eager", "cache": False},
+    "train": {"steps": STEPS, "eval_batches": 1},
+    "runtime": {"threads": 1},
+}  # fmt: skip
+# Importing torch takes longer than a run, so runs are forked from a process that has; each is a process of its own.
+SERVER = """
+import json, os, sys
+from twinstep.spec.parse import validate_spec
+from twinstep.worker.train import run_spec
+import twinstep.worker.train.run, torch
+torch.set_num_threads(1)
+for line in sys.stdin:
+    order = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.environ.update(order["environ"])
+        out = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1); os.dup2(out, 2)
+        code = 1
+        try:
+            run_spec(validate_spec(order["spec"]), quiet=True)
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except BaseException as error:
+            print(repr(error), flush=True)
+        os._exit(code)
+    print(child, flush=True)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+class Runs:
+    """Starts runs, one at a time."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def start(self, run_dir: Path, spec: dict[str, Any]) -> int:
+        """Start a run that reports to nobody who answers; return its pid."""
+        run_dir.mkdir(exist_ok=True)
+        told = {
+            "TWINSTEP_RUN_ID": "run-a", "TWINSTEP_RUN_DIR": str(run_dir), "TWINSTEP_API_URL": "http://127.0.0.1:9",
+            "TWINSTEP_RUN_TOKEN": "t",
+        }  # fmt: skip
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps({"environ": told, "spec": spec, "log": str(run_dir / "log")}) + "\n")
+        self._server.stdin.flush()
+        return int(self._line())
+
+    def end(self) -> int:
+        """Wait for the run's end; return its exit code, negative for a signal."""
+        return int(self._line())
+
+    def _line(self) -> str:
+        assert self._server.stdout is not None
+        return self._server.stdout.readline()
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=60)
+        self._server.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def runs() -> Any:
+    made = Runs()
+    yield made
+    made.close()
+
+
+def spec_in(place: Path, **checkpoint: Any) -> dict[str, Any]:
+    return {**SPEC, "checkpoint": {"path": str(place), **checkpoint}}
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run's spool."""
+    lines = (run_dir / "spool.jsonl").read_bytes().split(b"\n")[:-1] if (run_dir / "spool.jsonl").exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    return [(each["step"], each["values"]["loss"]) for each in records(run_dir) if "loss" in each.get("values", {})]
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [each for each in records(run_dir) if each["kind"] == "event" and each["name"] == name]
+
+
+def when_step(run_dir: Path, step: int, pid: int) -> None:
+    """Wait until a run has told of a step, or has ended."""
+    ends = time.monotonic() + 120
+    while time.monotonic() < ends:
+        told = (run_dir / "heartbeat").read_bytes() if (run_dir / "heartbeat").exists() else b""
+        if told and json.loads(told)["step"] >= step:
+            return
+        time.sleep(0.001)
+    raise AssertionError((run_dir / "log").read_text())
+
+
+def last_state(place: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    name = max(each.name for each in place.glob("*-step-*"))
+    reader = Reader(open_place(place), name)
+    return reader.manifest.step, reader.tensors()
+
+
+@pytest.fixture(scope="module")
+def straight(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+    """A run that nobody kills."""
+    base = tmp_path_factory.mktemp("straight")
+    runs.start(base / "run", spec_in(base / "place", every_steps=7))
+    assert runs.end() == 0, (base / "run/log").read_text()
+    step, state = last_state(base / "place")
+    assert step == STEPS
+    return dict(losses(base / "run")), state
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+def test_a_kill_at_any_moment_loses_the_steps_since_the_last_checkpoint_and_nothing_else(
+    tmp_path: Path, runs: Runs, straight: tuple[dict[int, float], dict[str, torch.Tensor]], seed: int
+) -> None:
+    dice = random.Random(seed)
+    run_dir, place = tmp_path / "run", tmp_path / "place"
+    spec = spec_in(place, every_steps=7)
+    killed_at = dice.randrange(1, STEPS - 1)
+    pid = runs.start(run_dir, spec)
+    when_step(run_dir, killed_at, pid)
+    time.sleep(dice.random() * 0.004)  # into a step, a copy, or a file that is being written
+    os.kill(pid, signal.SIGKILL)
+    assert runs.end() == -signal.SIGKILL
+    whole = [int(each.name.rsplit("-", 1)[1]) for each in place.glob("0*-step-*")] if place.exists() else []
+    before = losses(run_dir)
+    runs.start(run_dir, spec)
+    assert runs.end() == 0, (run_dir / "log").read_text()
+    after = losses(run_dir)[len(before) :]
+    expected, state = straight
+    assert after[0][0] == max(whole, default=0) + 1
+    assert before[-1][0] - max(whole, default=0) <= 7 + 7, "a checkpoint each 7 steps; one may be in writing"
+    assert [step for step, _ in after] == list(range(after[0][0], STEPS + 1))
+    assert all(expected[step] == loss for step, loss in before + after)
+    found_step, found = last_state(place)
+    assert found_step == STEPS
+    assert all(torch.equal(state[path], found[path]) for path in state)
+    assert not list(place.glob(".draft-*"))
+    if whole:
+        assert events(run_dir, "resumed")[-1]["reason"] == f"goes on after step {max(whole)} of {STEPS}"
+
+
+def test_sigterm_saves_and_says_that_it_is_no_failure_however_often_it_comes(
+    tmp_path: Path, runs: Runs, straight: tuple[dict[int, float], dict[str, torch.Tensor]]
+) -> None:
+    run_dir, place = tmp_path / "run", tmp_path / "place"
+    pid = runs.start(run_dir, spec_in(place))
+    when_step(run_dir, 5, pid)
+    for _ in range(3):
+        os.kill(pid, signal.SIGTERM)
+    assert runs.end() == 75, (run_dir / "log").read_text()
+    step, _ = last_state(place)
+    assert step == losses(run_dir)[-1][0], "not one step is lost"
+    assert events(run_dir, "stopped")[-1]["data"]["step"] == step
+    runs.start(run_dir, spec_in(place))
+    assert runs.end() == 0
+    assert dict(losses(run_dir)) == straight[0]
+
+
+def test_without_a_place_sigterm_is_what_it_was(tmp_path: Path, runs: Runs) -> None:
+    pid = runs.start(tmp_path / "run", SPEC)
+    when_step(tmp_path / "run", 5, pid)
+    os.kill(pid, signal.SIGTERM)
+    assert runs.end() == 143
+
+
+def test_a_second_run_on_one_place_is_refused_and_the_first_goes_on(tmp_path: Path, runs: Runs) -> None:
+    second = Runs()
+    spec = {**spec_in(tmp_path / "place", every_steps=7), "train": {"steps": 400, "eval_batches": 1}}
+    pid = runs.start(tmp_path / "one", spec)
+    when_step(tmp_path / "one", 3, pid)
+    second.start(tmp_path / "two", spec)
+    assert second.end() != 0
+    second.close()
+    assert "written by run run-a on" in events(tmp_path / "two", "failed")[0]["reason"]
+    os.kill(pid, signal.SIGTERM)
+    assert runs.end() == 75
