@@ -256,6 +256,27 @@ def test_every_text_of_every_page_is_read_in_both_schemes(filled: Any, browser: 
         context.close()
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/queue",
+        "/compare?jobs=job-00000000000098,job-00000000000097,job-00000000000096,job-00000000000095",
+        "/jobs/job-00000000000090",  # of two runs
+        "/jobs/job-00000000000097",  # of many hosts
+    ],
+)
+def test_every_page_fits_a_narrow_screen(filled: Any, page: Page, path: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.goto(filled.url + path)
+    expect(page.locator(".tw-card:visible").first).to_be_visible()
+    page.wait_for_timeout(500)
+    wide = """() => [...document.querySelectorAll('.tw-runs, .tw-waiting, .tw-queues')]
+              .filter((t) => t.checkVisibility() && t.scrollWidth > t.clientWidth).map((t) => t.className)"""
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.evaluate(wide) == []
+
+
 CONTRAST = """() => {
   const parse = (c) => {
     const srgb = c.match(/color\\(srgb ([\\d.]+) ([\\d.]+) ([\\d.]+)(?: \\/ ([\\d.]+))?\\)/);

@@ -104,7 +104,7 @@ def chart(lines: Sequence[Line], *, legend: bool) -> dict[str, Any]:
         "animation": False,
         "backgroundColor": "transparent",
         "textStyle": {"fontFamily": "system-ui, 'Liberation Sans', 'DejaVu Sans', sans-serif"},
-        "grid": {"left": 8, "right": 26, "top": 30, "bottom": 6, "containLabel": True},
+        "grid": {"left": 8, "right": 26, "top": 36, "bottom": 6, "containLabel": True},
         "legend": {
             "show": legend,
             "data": [line.name for line in lines],

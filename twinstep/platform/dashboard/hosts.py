@@ -93,7 +93,8 @@ def _host(run: Run, at: int, host: int, heard: HostHeard | None, end: Any, *, no
         says.append(f"last heard {age(now - time)}" if not run.is_final else "has ended")
     if end is not None:
         code = f", exit code {end.exit_code}" if end.exit_code is not None else ""
-        state = "failed"
+        # Pods of a run that was cancelled end with an error, because they were told to.
+        state = "ended" if run.state is RunState.CANCELLED else "failed"
         says.append(f"{end.reason or 'ended'}{code}" + (f": {end.message}" if end.message else ""))
     if heard is not None and heard.line:
         says.append(printable(heard.line))
