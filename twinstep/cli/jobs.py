@@ -151,7 +151,7 @@ def show_job(job: Mapping[str, Any], run: Mapping[str, Any], *, page: str) -> No
         ("run", f"{job['run_id']} (attempt {job['attempt']})"),
         ("submitted", clock(job["created_at"])),
         *([("attempt since", clock(run.get("created_at")))] if job["attempt"] > 1 else []),
-        ("took", duration(took)),
+        ("took", duration(took)) if started is not None or ended is not None else ("waits", _waits(job)),
         ("progress", progress_line(progress, ended=ended is not None)),
         *workload_rows(run.get("cluster") or {}),
         ("page", page),
@@ -162,6 +162,11 @@ def show_job(job: Mapping[str, Any], run: Mapping[str, Any], *, page: str) -> No
     if job.get("summary"):
         screen.print()
         screen.print(summary_table(job["summary"]))
+
+
+def _waits(job: Mapping[str, Any]) -> str:
+    since = job.get("run_created_at", job["created_at"])  # an older control plane tells of the job alone
+    return duration(time.time() - since)
 
 
 def workload_rows(workload: Mapping[str, Any]) -> list[tuple[str, str]]:

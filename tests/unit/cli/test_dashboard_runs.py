@@ -105,6 +105,11 @@ def test_a_pod_of_an_earlier_restart_does_not_colour_the_one_after_it() -> None:
     assert states(grid(failed, V5P, (), now=1.0))[1, 3] == "failed"
 
 
+def test_pods_that_a_cancel_ended_have_not_failed() -> None:
+    found = grid(run(state="cancelled", diagnosis=trouble()), V5P, (), now=1.0)
+    assert (states(found)[1, 3], "exit code 137" in found.slices[1][3].says) == ("ended", True)
+
+
 def test_where_nothing_is_known_of_hosts_it_says_so() -> None:
     found = grid(run(), V5P, (), now=1.0)
     assert "Nothing is known of single hosts" in found.note
@@ -133,7 +138,8 @@ def job(job_id: str, **more: Any) -> Job:
     fields = {
         "id": job_id, "name": job_id, "run_id": "run-1", "attempt": 1, "backend": "xla", "accelerator": "tpu",
         "machine": "v5p 4x4x8", "chips": 128, "queue": "train", "model": "dlrmv3", "dataset": "ml-100k",
-        "project": "default", "submitted_by": "ada", "state": "queued", "reason": "waits", "created_at": 5.0,
+        "project": "default", "submitted_by": "ada", "state": "queued", "reason": "waits", "created_at": 1.0,
+            "run_created_at": 5.0,
     }  # fmt: skip
     return Job.model_validate(fields | more)
 

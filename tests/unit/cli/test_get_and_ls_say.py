@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -71,6 +72,7 @@ def test_get_says_what_a_run_is_in_the_cluster_and_how_to_look_at_it(
     assert "JobSet two-abc, namespace training" in said
     assert "kubectl -n training describe jobset two-abc" in said
     assert "attempt since" in said
+    assert re.search(r"^waits +1 h *$", said, re.M)  # since its newest run was made, not since the submit
     answers["/v1/jobs/job-1/runs"]["items"][1]["cluster"] = WORKLOAD | {"uid": ""}
     assert run(["get", "job-1"]) == 0
     assert "(being sent)" in capsys.readouterr().out

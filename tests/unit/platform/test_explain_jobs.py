@@ -138,3 +138,15 @@ def test_the_api_explains_a_job(live) -> None:
     assert found["state"] == "failed"
     assert found["text"].startswith("The job failed")
     assert live.http.get("/v1/jobs/job-none/explain").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "reason", ["waits for 3 runs ahead", "is next to start", "waits for quota in its queue: 8 chips"]
+)
+def test_a_wait_that_is_long_is_told_with_its_length(reason: str) -> None:
+    waits = job(RunState.QUEUED, reason, run_created_at=NOW - 2 * 3600)
+    assert "it has waited for 2 h" in explain(waits, now=NOW).text
+    short = explain(job(RunState.QUEUED, reason, run_created_at=NOW - 60), now=NOW)
+    preempted = explain(job(RunState.QUEUED, reason, run_created_at=NOW - 2 * 3600, started_at=NOW - 3600), now=NOW)
+    assert [text for text in (short.text, preempted.text, explain(waits).text) if "has waited" in text] == []
+    assert short.cause == preempted.cause == explain(waits, now=NOW).cause

@@ -17,6 +17,7 @@ from twinstep.spec.states import RunState
 from twinstep.spec.words import duration
 
 SILENT_S = 60.0  # a worker that reports every second or two and was not heard of for so long is stuck, or cut off
+LONG_WAIT_S = 600.0  # a wait that is told of
 MAX_EVIDENCE = 300  # characters of a line that is shown
 
 
@@ -147,9 +148,9 @@ def explain(
     if job.suspend_requested_at is not None and job.state is RunState.QUEUED:
         return _said(job, "suspended", f"the job {job.reason}", f"twinstep resume {job.id} lets it go on")
     if job.state in _NOT_BEGUN and (found := cluster_waits(diagnosis, job.reason)) is not None:
-        return _said(job, found.cause, found.text, found.next_step, _pods(diagnosis))
+        return _said(job, found.cause, found.text.rstrip(".") + _waited(job, now), found.next_step, _pods(diagnosis))
     if job.state in (RunState.PENDING, RunState.QUEUED):
-        return _waiting(job)
+        return _waiting(job, _waited(job, now))
     return _live(job, now)
 
 
@@ -166,13 +167,20 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def _waiting(job: JobDetail) -> Explanation:
+def _waited(job: JobDetail, now: float | None) -> str:
+    """Return, where a run has waited for long, for how long."""
+    if now is None or job.started_at is not None or now - job.run_created_at < LONG_WAIT_S:
+        return ""
+    return f"; it has waited for {duration(now - job.run_created_at)}"
+
+
+def _waiting(job: JobDetail, waited: str) -> Explanation:
     if ahead := re.search(r"waits for (\d+) runs? ahead", job.reason):
         return _said(
-            job, "waits_for_others", f"the job {ahead[0]}: the control plane runs only so many at once",
+            job, "waits_for_others", f"the job {ahead[0]}: the control plane runs only so many at once{waited}",
             "wait, cancel one of them, or start the control plane with a larger --max-parallel",
         )  # fmt: skip
-    return _said(job, "waits", f"the job {job.reason}", "nothing, unless it stays so")
+    return _said(job, "waits", f"the job {job.reason}{waited}", "nothing, unless it stays so")
 
 
 def _live(job: JobDetail, now: float | None) -> Explanation:
