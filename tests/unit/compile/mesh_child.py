@@ -106,7 +106,7 @@ def other_program() -> float:
 def main() -> None:
     """Train with and without a mesh; print what was found as one line of JSON."""
     model, optimizers = build()
-    single, mesh = build(), Mesh.of({"data": 8}, shard_bytes=1 << 10)
+    single, mesh = build(), Mesh.of({"data": 8}, shard_bytes=1 << 10, state_bytes=4 * DIM * DIM)
     compiled = StepCompiler(step, model, optimizers, backend="xla", mesh=mesh)
     alone = StepCompiler(step, *single, backend="xla")
     errors = []
@@ -123,13 +123,18 @@ def main() -> None:
     alone.pull()
     ours, theirs = model.state_dict(), single[0].state_dict()
     state = max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
+    moments = [
+        [kept for each in side.state_dict()["state"].values() for kept in each.values()]
+        for side in (optimizers["dense"], single[1]["dense"])
+    ]
+    state = max([state] + [float((a - b).abs().max()) for a, b in zip(*moments, strict=True)])
     runner = compiled.runner(batch_of(0))
     text = runner.graph("lowered")
     backend: Any = compiled._lifted.backend  # type: ignore[union-attr]
     specs = {
         slot.name: str(array.sharding.spec)
         for slot, array in zip(compiled.state.slots, backend.arrays, strict=True)
-        if "table" in slot.name or "odd" in slot.name or "read_whole" in slot.name
+        if any(part in slot.name for part in ("table", "odd", "read_whole", "body"))
     }
     rows = {
         slot.name: len(array) for slot, array in zip(compiled.state.slots, backend.arrays, strict=True) if array.ndim

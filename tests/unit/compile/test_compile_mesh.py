@@ -48,6 +48,13 @@ def test_tables_and_their_state_are_split_by_rows_and_never_gathered(found: dict
     assert not any("4096" in shape for shapes in sizes.values() for shape in shapes), sizes
 
 
+def test_what_an_optimizer_keeps_of_a_whole_parameter_is_split_and_the_parameter_is_not(found: dict[str, Any]) -> None:
+    assert found["specs"]["dense/exp_avg/body.0.weight"] == found["specs"]["dense/exp_avg_sq/body.0.weight"]
+    assert found["specs"]["dense/exp_avg/body.0.weight"] == "P('data', None)"
+    small = ("body.0.weight", "dense/exp_avg/body.0.bias", "dense/exp_avg/body.3.weight", "dense/step/body.0.weight")
+    assert not any("data" in found["specs"][name] for name in small)
+
+
 def test_rows_that_do_not_divide_are_padded_and_explain_says_so(found: dict[str, Any]) -> None:
     assert found["specs"]["odd.weight"] == "P('data', None)"
     assert found["specs"]["tables/sum/odd.weight"] == "P('data', None)"
@@ -95,8 +102,31 @@ def test_placement_over_two_axes_splits_rows_over_both_and_the_batch_over_data()
     assert specs == ((("slice", "data"), None), (None, "data"))
 
 
-def test_a_small_table_is_on_every_device() -> None:
-    assert place((TABLE, STATE), Mesh.of({"data": 8})).specs == ((None, None), (None, None))
+def test_a_small_table_is_on_every_device_and_so_is_what_an_optimizer_keeps_of_it() -> None:
+    mesh = Mesh.of({"data": 8}, state_bytes=1)
+    assert place((TABLE, STATE), mesh).specs == ((None, None), (None, None))
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((64, 64), ("data", None)),
+        ((3, 64), (None, "data")),
+        ((3, 5), (None, None)),
+        ((0, 64), (None, "data")),
+        ((64,), ("data",)),
+        ((), ()),
+    ],
+)
+def test_what_an_optimizer_keeps_of_a_parameter_is_split_where_the_devices_divide_it(
+    shape: tuple[int, ...], spec: tuple[str | None, ...]
+) -> None:
+    weight = Placed(name="w", role="parameter", shape=shape, itemsize=4)
+    kept = Placed(name="o/exp_avg/w", role="optimizer", shape=shape, itemsize=4, of="w")
+    whole = (None,) * len(shape)
+    assert place((weight, kept), Mesh.of({"data": 8}, state_bytes=0)).specs == (whole, spec)
+    assert place((weight, kept), Mesh.of({"data": 1}, state_bytes=0)).specs == (whole, whole)
+    assert place((weight, kept), Mesh.of({"data": 8})).specs == (whole, whole)  # too small to be worth it
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 0}])

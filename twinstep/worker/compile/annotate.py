@@ -120,7 +120,8 @@ class Spread:
             return ()
         axes = [(name, str(length)) for name, length in self.mesh.axes]
         dims = "leading" if self.batch_dims is None else str(sorted(self.batch_dims.items()))
-        return (*axes, ("tables split from", f"{self.mesh.shard_bytes} bytes"), ("batch dimensions", dims))
+        split = (("tables", self.mesh.shard_bytes), ("optimizer state", self.mesh.state_bytes))
+        return (*axes, *((f"{what} split from", f"{size} bytes") for what, size in split), ("batch dimensions", dims))
 
 
 def annotate(captured: Captured, spread: Spread) -> Annotations:

@@ -5,8 +5,7 @@ compiled.report.hbm.peak       # bytes on one device
 
 The model may live on the `meta` device, and so may the batch: only shapes are read, so that tables of any size can be
 compiled for. The step is the very one that the XLA backend runs: `capture.py` captures it, `lower/tpu.py` lowers it.
-Each device gets its part of the batch; dense parameters are on all of them, and so are tables, but for those above
-`SHARD_ABOVE`, whose rows are spread.
+Each device gets its part of the batch; the state lives where `placement.py` says, tables from `SHARD_FROM` on by rows.
 """
 
 from __future__ import annotations
@@ -25,14 +24,16 @@ from torch import Tensor, nn
 
 from twinstep.spec.errors import CompileError, UnavailableError
 from twinstep.spec.slices import Slice, parse_slice
+from twinstep.worker.compile.annotate import Inputs, Spread
 from twinstep.worker.compile.aot_report import AotReport, Cuts, Effort
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.key import versions
+from twinstep.worker.compile.placement import Mesh, Placement, Spec, place
 from twinstep.worker.compile.state import Optimizers
 from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.compile.strategies import Strategy, resolve
 
-SHARD_ABOVE = 1 << 30  # bytes of a table above which its rows are spread; a lookup then moves all devices' tokens
+SHARD_FROM = 1 << 30  # bytes of a table from which its rows are spread; a lookup then moves all devices' tokens
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # JAX itself computes on the host; the TPU is only compiled for
@@ -106,8 +107,10 @@ def compile_ahead(
         strategies=resolve(strategies),
     )
     capture_seconds = time.perf_counter() - started
+    placed = place_state(captured, target.devices)
     cuts = Cuts(
-        state=tuple(state_dimension(captured, index, target.devices) for index in range(captured.num_state)),
+        state=tuple(map(split_dimension, placed.specs)),
+        extra=placed.extra,
         batch=tuple(batch_dimension(leaf, size) for leaf in leaves),
     )
     program = tpu.compile_for(captured, cuts, target, effort)
@@ -166,22 +169,15 @@ def batch_dimension(leaf: Tensor, batch_size: int) -> int | None:
     return next((dim for dim, size in enumerate(leaf.shape) if size and size % batch_size == 0), None)
 
 
-def state_dimension(captured: Captured, index: int, devices: int) -> int | None:
-    """Return 0 for a tensor of the state whose rows are spread: those of a big table, and its optimizer's of them.
+def place_state(captured: Captured, devices: int) -> Placement:
+    """Return where the state of a captured step lives on a slice: the rules of every mesh, for one axis of them all."""
+    mesh = Mesh.of({"devices": devices}, shard_bytes=SHARD_FROM)
+    return place(Inputs.of(captured, Spread(batch_dims={})).placed[: captured.num_state], mesh)
 
-    A table is a parameter with many more rows than columns; the rows must divide over the devices.
-    """
-    slots, example = captured.context.slots, captured.example
-    owner = slots[index].name.rpartition("/")[2]
-    table = next(
-        (value for slot, value in zip(slots, example, strict=False) if (slot.role, slot.name) == ("parameter", owner)),
-        None,
-    )
-    if table is None or table.dim() != 2 or table.shape[0] < 16 * table.shape[1] or table.shape[0] % devices:
-        return None
-    value = example[index]
-    big = table.numel() * table.element_size() > SHARD_ABOVE
-    return 0 if big and value.dim() and value.shape[0] == table.shape[0] else None
+
+def split_dimension(spec: Spec) -> int | None:
+    """Return the dimension that a tensor is split along; None: each device holds it all."""
+    return next((dim for dim, axis in enumerate(spec) if axis is not None), None)
 
 
 def tree_to_meta(tree: Any) -> Any:

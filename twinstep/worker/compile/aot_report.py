@@ -20,6 +20,8 @@ class Cuts:
     """Along which dimension each tensor of a step is cut over the devices; None: each device holds it all."""
 
     state: tuple[int | None, ...]
+    extra: tuple[int, ...]
+    """Rows added to each tensor of the state, so that the devices divide them; a step does not see them."""
     batch: tuple[int | None, ...]
 
 
@@ -69,7 +71,7 @@ class AotReport:
     state_bytes: int
     """State on one device."""
     sharded: tuple[str, ...]
-    """Tensors of the state whose rows are spread over the devices; all others are on each of them."""
+    """Tensors of the state that are split over the devices; all others are on each of them."""
     flops: float
     bytes_accessed: float
     """Bytes read and written by all operations, in the chip's fast memory too; only reports of one effort compare. A

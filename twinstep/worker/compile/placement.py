@@ -1,7 +1,12 @@
 """Where the state and the batch live on a mesh of devices: one pure function, for every backend that has meshes.
 
 Rules: batch leaves are split along their batch dimension; tables, and what optimizers keep of each row, along their
-rows; all else is on every device. Activations and gradients follow from these (GSPMD works that out).
+rows; what optimizers keep of parameters that are no tables along a dimension that the devices divide; all else is on
+every device. Activations and gradients follow from these (GSPMD works that out).
+
+Splitting an optimizer's state over the devices that share a batch is stage 1 of ZeRO (Rajbhandari et al. 2020): each
+device keeps and updates its part; as much is sent as before, gradients reduced and scattered and parameters gathered,
+in place of gradients reduced everywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 DATA = "data"
 """The axis that batches are split over."""
 SHARD_BYTES = 64 << 20  # a table below it is cheaper on every device than its lookups over the interconnect
+STATE_BYTES = 256 << 10  # an optimizer's tensor below it is read sooner than a parameter is gathered by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,8 @@ class Mesh:
     """Name and length of each axis. Batches are split over `data` (the first axis where none is called that)."""
     shard_bytes: int = SHARD_BYTES
     """Bytes from which a table is split along its rows."""
+    state_bytes: int = STATE_BYTES
+    """Bytes from which a tensor is split that an optimizer keeps of a parameter which is not."""
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -38,7 +46,13 @@ class Mesh:
             )
 
     @classmethod
-    def of(cls, axes: Mesh | Mapping[str, int], *, shard_bytes: int = SHARD_BYTES) -> Mesh:
+    def of(
+        cls,
+        axes: Mesh | Mapping[str, int],
+        *,
+        shard_bytes: int = SHARD_BYTES,
+        state_bytes: int = STATE_BYTES,
+    ) -> Mesh:
         """Return a mesh from names and lengths.
 
         Raises:
@@ -48,7 +62,7 @@ class Mesh:
             return axes
         if not isinstance(axes, Mapping):
             raise CompileError(f"a mesh is names and lengths of axes, not {axes!r}", remedy='give {"data": 8}')
-        return cls(tuple((str(name), int(size)) for name, size in axes.items()), shard_bytes)
+        return cls(tuple((str(name), int(size)) for name, size in axes.items()), shard_bytes, state_bytes)
 
     @property
     def size(self) -> int:
@@ -113,6 +127,7 @@ def place(inputs: Sequence[Placed], mesh: Mesh) -> Placement:
     rows_over = axes[0] if len(axes) == 1 else axes
     notes: list[str] = []
     split: dict[str, int] = {}
+    tables = {each.name for each in inputs if each.role == "table"}
     for each in inputs:
         if each.role == "table" and mesh.size > 1 and each.bytes >= mesh.shard_bytes:
             short = -each.shape[0] % mesh.size
@@ -131,7 +146,10 @@ def place(inputs: Sequence[Placed], mesh: Mesh) -> Placement:
         whole: Spec = (None,) * len(each.shape)
         if each.role == "batch":
             return _of_leaf(each, mesh)
-        return (rows_over, *whole[1:]) if by_table(each) else whole
+        if by_table(each):
+            return (rows_over, *whole[1:])
+        at = _state_cut(each, mesh) if each.role == "optimizer" and each.of not in tables else None
+        return tuple(rows_over if dim == at else None for dim in range(len(whole)))
 
     def by_table(each: Placed) -> bool:
         owner = each.name if each.role == "table" else each.of
@@ -144,6 +162,16 @@ def place(inputs: Sequence[Placed], mesh: Mesh) -> Placement:
 def _of_table(each: Placed, table: Placed) -> bool:
     """Say whether an input is the table, or has one row for each of its rows."""
     return each is table or (each.of == table.name and each.shape[:1] == table.shape[:1])
+
+
+def _state_cut(each: Placed, mesh: Mesh) -> int | None:
+    """Return the dimension that an optimizer's tensor is split along: the first that the devices divide; None: none.
+
+    Not asked of tables: a step updates the few rows that it looked up, and would have to gather all of them.
+    """
+    if mesh.size == 1 or each.bytes < mesh.state_bytes:
+        return None
+    return next((dim for dim, size in enumerate(each.shape) if size and size % mesh.size == 0), None)
 
 
 def _of_leaf(leaf: Placed, mesh: Mesh) -> Spec:

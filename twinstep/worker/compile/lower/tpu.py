@@ -62,7 +62,8 @@ def compile_for(captured: Captured, cuts: Cuts, target: Slice, effort: Effort) -
     on_slice = (xla_attention.platform("tpu"), pallas_attention.over(mesh, rows=AXIS))
     with _in_words(target), warnings.catch_warnings(), on_slice[0], on_slice[1]:
         warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit integers are 32 bits wide on XLA
-        lowered = jax.jit(as_jax(captured), donate_argnums=0).trace(*arguments).lower(lowering_platforms=("tpu",))
+        jitted = jax.jit(as_jax(captured), donate_argnums=0, out_shardings=_results(arguments, mesh))
+        lowered = jitted.trace(*arguments).lower(lowering_platforms=("tpu",))
         lowered_at = time.perf_counter()
         compiled = lowered.compile(compiler_options=EFFORTS[effort])
     compile_seconds = time.perf_counter() - lowered_at
@@ -104,9 +105,10 @@ def slice_mesh(target: Slice) -> Mesh:
 
 
 def _arguments(captured: Captured, cuts: Cuts, mesh: Mesh) -> tuple[Any, ...]:
-    def shape(tensor: Tensor, dim: int | None) -> jax.ShapeDtypeStruct:
+    def shape(tensor: Tensor, dim: int | None, extra: int = 0) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(t2j_dtype(tensor.dtype))
-        return _struct(tuple(tensor.shape), dtype, NamedSharding(mesh, _spec(dim)))
+        sizes = (tensor.shape[0] + extra, *tensor.shape[1:]) if extra else tuple(tensor.shape)
+        return _struct(sizes, dtype, NamedSharding(mesh, _spec(dim)))
 
     def shapes(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[jax.ShapeDtypeStruct]:
         return [shape(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True)]
@@ -116,12 +118,17 @@ def _arguments(captured: Captured, cuts: Cuts, mesh: Mesh) -> tuple[Any, ...]:
     batch = captured.example[batch_at : batch_at + captured.num_batch]
     key = jax.eval_shape(lambda: jax.random.key(0))
     return (
-        shapes(captured.example[:rates_at], cuts.state),
+        list(map(shape, captured.example[:rates_at], cuts.state, cuts.extra)),
         shapes(rates, [None] * len(rates)),
         shapes(batch, cuts.batch),
         shapes(captured.constants, [None] * len(captured.constants)),
         _struct(key.shape, key.dtype, NamedSharding(mesh, _spec(None))),
     )
+
+
+def _results(arguments: tuple[Any, ...], mesh: Mesh) -> Any:
+    """Return where results live: new state where the old is, or the next step could not take it; outputs wherever."""
+    return [each.sharding for each in arguments[0]], None, NamedSharding(mesh, _spec(None))
 
 
 def _struct(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
