@@ -40,6 +40,8 @@ RULES = (
     ),
     ("data.tasks", "each once; one of the dataset's: `docs/howto/bring-your-data.md` lists them"),
     ("data.columns.actions", "each once; at least one where `data.columns.rating` is null"),
+    ("data.synthetic.user_features", "none of `user_id`, `segment`, `item_id`"),
+    ("data.synthetic.item_features", "none of these, nor of `data.synthetic.user_features`"),
     ("data.features", "each once; one of the dataset's"),
     ("data.uih_budget", "at most `data.uih_len`: no history could fill a larger one"),
     *(

@@ -15,11 +15,12 @@ from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
 from twinstep.spec.base import INT32_MAX, Count, Number, Spec
 from twinstep.spec.columns import ColumnsSpec
 from twinstep.spec.model import DLRMv3Spec, Model
+from twinstep.spec.synthetic import SyntheticSpec
 
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_MAX = 40  # leaves room for the suffixes that JobSet and Ray add to a 63-character DNS label
 TableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
-DatasetName = Literal["ml-100k", "ml-1m", "ml-20m", "kuairand-1k", "parquet", "criteo", "synthetic", "synthetic-clicks"]
+DatasetName = Literal["ml-100k", "ml-1m", "ml-20m", "kuairand-1k", "parquet", "synthetic", "synthetic-clicks", "criteo"]
 DATASETS_OF_FILES = ("ml-1m", "ml-20m", "kuairand-1k", "parquet", "criteo")
 """Datasets that are read from `data.path`; the others need no files of the user's."""
 DataPath = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
@@ -76,6 +77,8 @@ class DataSpec(Spec):
     """Rows of a table by name, where more are wanted than the dataset needs."""
     synthetic_events: Annotated[StrictInt, Field(ge=100, le=10_000_000)] = 20_000
     """Events, or rows, of a synthetic dataset; other datasets ignore it."""
+    synthetic: SyntheticSpec = SyntheticSpec()
+    """Sizes, seed and distributions of a synthetic dataset."""
 
     @field_validator("path")
     @classmethod

@@ -223,7 +223,10 @@ LEAVES = [
         " ",
         "name model model.kind model.dropout model.num_heads model.bottom_dims data "
         "data.dataset data.split data.split.by data.split.eval_fraction "
-        "data.batch_size data.uih_len data.uih_budget data.rows data.rows.t optimizers.dense optimizers.dense.kind "
+        "data.batch_size data.uih_len data.uih_budget data.rows data.rows.t "
+        "data.path data.tasks data.on_bad_row data.columns.actions data.columns.rating data.hash_rows.t "
+        "data.synthetic.item_features data.synthetic.item_features.user_id data.synthetic.table_rows "
+        "data.synthetic.user_features.t optimizers.dense optimizers.dense.kind "
         "optimizers.dense.momentum optimizers.dense.betas optimizers.sparse.kind optimizers.sparse.betas "
         "optimizers.sparse.eps optimizers.sparse.lr accelerator accelerator.kind accelerator.devices "
         "accelerator.topology accelerator.count compile.backend compile.cache compile.cache_dir train.steps "

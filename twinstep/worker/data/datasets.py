@@ -22,7 +22,7 @@ from twinstep.worker.data.multi_hot import MultiHotDataset, MultiHotSchema, Rows
 from twinstep.worker.data.parquet import read_parquet
 from twinstep.worker.data.samples import Samples, UserLog, make_samples, split_events, user_log
 from twinstep.worker.data.synthetic import make_synthetic
-from twinstep.worker.data.synthetic_clicks import make_clicks
+from twinstep.worker.data.synthetic_clicks import make_clicks_asked
 
 Source = Callable[[DataSpec, BadRows], tuple[Events, DataSchema]]
 SOURCES: dict[str, Source] = {
@@ -31,7 +31,7 @@ SOURCES: dict[str, Source] = {
     "ml-20m": lambda spec, bad: read_ml_20m(open_folder(spec.path or ""), bad),
     "kuairand-1k": lambda spec, bad: read_kuairand(open_folder(spec.path or ""), bad),
     "parquet": lambda spec, bad: read_parquet(open_folder(spec.path or ""), spec, bad),
-    "synthetic": lambda spec, bad: make_synthetic(spec.synthetic_events),
+    "synthetic": lambda spec, bad: make_synthetic(spec.synthetic_events, spec.synthetic),
 }
 
 
@@ -59,7 +59,7 @@ class Dataset:
 
 ROW_SOURCES: dict[str, Callable[[DataSpec, BadRows], tuple[Rows, MultiHotSchema]]] = {
     "criteo": lambda spec, bad: read_criteo(open_folder(spec.path or ""), spec, bad),
-    "synthetic-clicks": lambda spec, bad: make_clicks(spec.synthetic_events),
+    "synthetic-clicks": lambda spec, bad: make_clicks_asked(spec.synthetic_events, spec.synthetic),
 }
 """Datasets of rows with dense and multi-hot features; keys are `spec.job.DATASETS_OF_ROWS`."""
 

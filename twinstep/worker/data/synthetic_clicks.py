@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from twinstep.spec.synthetic import SyntheticSpec
 from twinstep.worker.data.events import TableSchema, TaskSchema
 from twinstep.worker.data.multi_hot import MultiHotFeature, MultiHotSchema, Rows
+from twinstep.worker.data.synthetic import popularity
 
 SEED = 20_001
 NUM_DENSE = 13  # as the Criteo data has
@@ -26,17 +28,18 @@ def make_clicks(
     table_rows: tuple[int, ...] = TABLE_ROWS,
     max_ids: tuple[int, ...] = MAX_IDS,
     num_dense: int = NUM_DENSE,
+    zipf: float = ZIPF_EXPONENT,
+    seed: int = SEED,
 ) -> tuple[Rows, MultiHotSchema]:
     """Return `num_rows` rows of `num_dense` dense features and one bag of 0 to `max_ids` ids per table."""
-    rng = np.random.default_rng([SEED, num_rows, num_dense, *table_rows])
+    rng = np.random.default_rng([seed, num_rows, num_dense, *table_rows])
     counts = rng.lognormal(mean=1.0, sigma=1.0, size=(num_rows, num_dense))
     dense = np.log1p(np.floor(counts))  # as Criteo's integers are read
     score = (dense - dense.mean(0)) @ rng.normal(size=num_dense) / np.sqrt(num_dense)
     values, offsets = [], []
     for rows, most in zip(table_rows, max_ids, strict=True):
         length = rng.integers(0, most + 1, size=num_rows)
-        popularity = 1.0 / np.arange(1, rows + 1) ** ZIPF_EXPONENT
-        ids = rng.choice(rows, int(length.sum()), p=popularity / popularity.sum()).astype(np.int64)
+        ids = rng.choice(rows, int(length.sum()), p=popularity(rows, zipf)).astype(np.int64)
         taste = rng.normal(scale=TASTE, size=rows)
         score += np.bincount(np.repeat(np.arange(num_rows), length), weights=taste[ids], minlength=num_rows) / (
             np.sqrt(len(table_rows) * most)
@@ -60,3 +63,17 @@ def make_clicks(
         labels=clicked.astype(np.float32)[None],
     )
     return rows_at_hand, schema
+
+
+def make_clicks_asked(num_rows: int, asked: SyntheticSpec) -> tuple[Rows, MultiHotSchema]:
+    """Return the rows that a spec asks for."""
+    tables = asked.table_rows or TABLE_ROWS
+    usual = MAX_IDS if asked.table_rows is None else (1,) * len(tables)
+    return make_clicks(
+        num_rows,
+        table_rows=tables,
+        max_ids=usual if asked.max_ids is None else (asked.max_ids,) * len(tables),
+        num_dense=asked.dense,
+        zipf=asked.zipf,
+        seed=SEED if asked.seed is None else asked.seed,
+    )

@@ -1,0 +1,66 @@
+"""What synthetic data is like: `data.synthetic`. It is seeded: the same spec gives the same data on any machine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StrictInt, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from twinstep.spec.base import INT32_MAX, Number, Spec
+
+SyntheticName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
+Rows = Annotated[StrictInt, Field(ge=1, le=10_000_000)]  # each has a popularity, at 8 bytes
+MAX_FEATURES = 256
+
+
+class SyntheticSpec(Spec):
+    """Sizes of the synthetic datasets; others ignore them."""
+
+    seed: Annotated[StrictInt, Field(ge=0, le=INT32_MAX)] | None = None
+    """Seed of the data; null: one that never changes."""
+    zipf: Annotated[Number, Field(ge=0, le=10)] = 1.1
+    """Exponent of the popularity of ids: the n-th most popular is drawn in proportion to n^-zipf; 0: all alike."""
+    users: Rows | None = None
+    """Users of `synthetic`; null: one per 50 events."""
+    items: Rows | None = None
+    """Items of `synthetic`; null: one per 50 events."""
+    history: Literal["uniform", "fixed", "zipf", "lognormal"] = "uniform"
+    """Events of a user in `synthetic`: each event's user drawn alike; the same number each; few users with most."""
+    history_spread: Annotated[Number, Field(ge=0, le=10)] = 1.0
+    """Exponent of `history: zipf`, or standard deviation of the logarithm of `history: lognormal`."""
+    user_features: Annotated[dict[SyntheticName, Rows], Field(max_length=MAX_FEATURES)] = Field(default_factory=dict)
+    """Further features of `synthetic`'s users: rows of their tables by name."""
+    item_features: Annotated[dict[SyntheticName, Rows], Field(max_length=MAX_FEATURES)] = Field(default_factory=dict)
+    """Further features of `synthetic`'s items: rows of their tables by name."""
+    dense: Annotated[StrictInt, Field(ge=1, le=4096)] = 13
+    """Dense features of `synthetic-clicks`."""
+    table_rows: Annotated[tuple[Rows, ...], Field(min_length=1, max_length=MAX_FEATURES)] | None = None
+    """Rows of the tables of `synthetic-clicks`, one bag of ids each; null: 26 tables as in the Criteo data, smaller."""
+    max_ids: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
+    """Most ids of a bag of `synthetic-clicks`; null: 1 with `table_rows`, else what MLPerf's data has, cut to 12."""
+
+    @field_validator("item_features")
+    @classmethod
+    def _names_are_free(cls, value: dict[str, int], info: ValidationInfo) -> dict[str, int]:
+        taken = {*TAKEN, *info.data.get("user_features", {})}
+        clash = [name for name in value if name in taken]
+        if clash:
+            said = {"name": clash[0], "allowed": f"none of {', '.join(sorted(taken))}"}
+            free = {name: rows for name, rows in value.items() if name not in taken}
+            raise PydanticCustomError("between_fields", "names {name}, which is taken", {**said, "nearest": free})
+        return value
+
+    @field_validator("user_features")
+    @classmethod
+    def _names_are_new(cls, value: dict[str, int]) -> dict[str, int]:
+        clash = [name for name in value if name in TAKEN]
+        if clash:
+            said = {"name": clash[0], "allowed": f"none of {', '.join(TAKEN)}"}
+            free = {name: rows for name, rows in value.items() if name not in TAKEN}
+            raise PydanticCustomError("between_fields", "names {name}, which is taken", {**said, "nearest": free})
+        return value
+
+
+TAKEN = ("user_id", "segment", "item_id")
+"""Features that `synthetic` has anyway."""
