@@ -1,8 +1,8 @@
 """The table of commands, and the one place where an error becomes words and an exit code.
 
 Commands live in `up.py` (a control plane), `here.py` (this machine: train, validate, schema), `parity.py` (compare the
-backends here), `explain.py` (what the compiler does), `data.py` (histories and token budgets), `jobs.py` and
-`attempts.py` (ask the control plane) and `cluster.py` (topologies, render).
+backends here), `explain.py` (what the compiler does), `data.py` (histories and token budgets), `tables.py` (tables on
+SparseCores), `jobs.py` and `attempts.py` (ask the control plane) and `cluster.py` (topologies, render).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from twinstep.cli import attempts, cluster, credentials, data, explain, here, jobs, parity, up, users, webhooks
+from twinstep.cli import attempts, cluster, credentials, data, explain, here, jobs, parity, tables, up, users, webhooks
 from twinstep.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_code, report_error
 from twinstep.spec.errors import TwinstepError
 
@@ -75,6 +75,7 @@ cluster.register(app)
 parity.register(app)
 explain.register(app)
 data.register(app)
+tables.register(app)
 webhooks.register(app)
 users.register(app)
 
