@@ -132,7 +132,10 @@ def test_quality_trains_each_seed_on_each_split() -> None:
     for scores in found["splits"].values():
         assert len(scores["auc"]["values"]) == 2
         assert scores["auc"]["min"] <= scores["auc"]["mean"] <= scores["auc"]["max"]
-        assert set(scores["baselines"]) == {"item_mean", "popularity", "user_item_mean"}
+        assert set(scores["baselines"]) == {"item_mean", "popularity", "user_item_mean", "logistic_regression"}
+        over = scores["auc"]["mean"] - scores["baselines"]["logistic_regression"]
+        assert scores["better_by"] == pytest.approx(over, abs=1e-3)  # results are rounded
+        assert scores["better_by_margin"] == (over >= 0.01)
     assert found["auc"] == found["splits"]["time"]["auc"]
     assert found["auc"]["std"] > 0
     assert "(item_mean)" in shown(quality.table(found))

@@ -33,6 +33,7 @@ from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.report import Reporter
 from twinstep.worker.train.rewind import Rewind
 from twinstep.worker.train.saving import Saving, place_of, run_tensors
+from twinstep.worker.train.schedule import Schedule
 from twinstep.worker.train.speed import Speed
 from twinstep.worker.train.step import make_train_step
 from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
@@ -69,6 +70,7 @@ class Trainer:
         self._loader = Loader(self._dataset, spec.data, seed=spec.train.seed)
         self._model = build_model(spec, self._dataset.schema)
         self._optimizers = build_optimizers(spec.optimizers, self._model)
+        self._schedule = Schedule(spec, self._optimizers)
         self._compiler = StepCompiler(
             make_train_step(clip_norm=spec.train.clip_norm),
             self._model,
@@ -260,6 +262,7 @@ class Trainer:
     def _one_step(self, batch: AnyBatch, stats: BatchStats, *, waited: float) -> bool:
         """Run a step and report it; False where batches were dropped and others come next than were drawn ahead."""
         started, compiled = time.perf_counter(), self._compiler.compile_seconds
+        self._schedule.set(self.step)
         try:
             program = self._compiler.program(batch, sizes=self._sizes)
         finally:
