@@ -44,7 +44,7 @@ class DataSpec(Spec):
     histories of zipf ids;
     `synthetic-clicks`: seeded rows of dense and multi-hot features, in the form of the Criteo data, for `dlrm`."""
     path: Annotated[DataPath | None, Field(validate_default=True)] = None
-    """Folder of the dataset's files: a local path or an fsspec URI; for datasets that are not shipped."""
+    """Folder of the dataset's files: a whole local path or an fsspec URI; for datasets that are not shipped."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that breaks its format: `error` names it and ends the run; `skip` leaves it out and reports a count."""
     tasks: tuple[TableName, ...] | None = None
@@ -86,7 +86,7 @@ class DataSpec(Spec):
         dataset = info.data.get("dataset")  # not there where it is not valid itself
         if value is None and dataset in DATASETS_OF_FILES:
             allowed = "a folder or fsspec URI that holds the files"
-            said = {"dataset": dataset, "allowed": allowed, "nearest": f"data/{dataset}"}
+            said = {"dataset": dataset, "allowed": allowed, "nearest": f"/data/{dataset}"}
             raise PydanticCustomError("between_fields", "is required with dataset: {dataset}", said)
         if value is not None and dataset is not None and dataset not in DATASETS_OF_FILES:
             said = {"dataset": dataset, "allowed": "null", "nearest": None}

@@ -117,9 +117,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change:
     path.write_text("n,x,t\n" + "1,2,a\n" * 1000)
     with pytest.raises(DataError, match=r"x\.csv changed while it was read"):  # noqa: PT012
         chunks = read_delimited(open_folder(str(tmp_path)).file("x.csv"), CSV, ("n",), chunk_bytes=512)
-        for number, _ in enumerate(chunks):
-            if number > 1:
-                continue
+        for _ in chunks:  # it grows as fast as it is read
             if change == "longer":
                 with path.open("a") as file:
                     file.write("1,2,a\n")

@@ -47,7 +47,8 @@ class DataFile:
         try:
             before = self.version()
             with self.fs.open(self.path, "rb", compression="infer" if unpack else None) as stream:
-                yield cast(BinaryIO, stream)
+                plain = unpack and fsspec.utils.infer_compression(self.path) is None
+                yield cast(BinaryIO, _Bounded(stream, before[0]) if plain and isinstance(before[0], int) else stream)
             after = self.version()
         except EOFError:
             raise DataError(
@@ -62,6 +63,18 @@ class DataFile:
                 f"{self.name} changed while it was read: {before[0]} bytes before, {after[0]} after",
                 remedy="wait until whoever writes it has finished, then start again",
             )
+
+
+class _Bounded:
+    """What a file held when it was opened: one that grows as fast as it is read would have no end."""
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream, self._left = stream, size
+
+    def read(self, count: int) -> bytes:
+        piece = self._stream.read(min(count, self._left))
+        self._left -= len(piece)
+        return piece
 
 
 def _last(name: str) -> str:
@@ -148,7 +161,10 @@ def open_folder(path: str, *, called: str = "data.path") -> Folder:
             root, _, single = root.rpartition("/")
             found = [single]
         else:
-            raise DataError(f"{where} does not exist", remedy="give the folder that holds the files")
+            raise DataError(
+                f"{where} does not exist: {fs.unstrip_protocol(root)}",
+                remedy="give the whole path of the folder that holds the files; a worker starts in its run's folder",
+            )
     except (ImportError, ValueError) as error:
         raise DataError(
             f"{where} cannot be opened: {error}",
