@@ -45,6 +45,7 @@ BENCHES = {
     "table-size": Bench("bench.table_size", "the same step with 2,000,000 and with 20,000 rows: time and memory"),
     "api": Bench("bench.api", "what a control plane bears: submits, passes, followers, reports, charts, plans"),
     "preprocess": Bench("bench.preprocess", "ids to SparseCore buffers: ours over jax-tpu-embedding's compiled code"),
+    "loader": Bench("bench.loader", "batches packed against batches a step takes, on one core"),
     "quality": Bench(
         "bench.quality", "held-out AUC and NE of a tuned job over seeds, on both splits, beside baselines"
     ),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import attention, quality, recompile, sides, sparse, step, table_size
+from bench import attention, loader, quality, recompile, sides, sparse, step, table_size
 from bench.measure import as_line
 from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
@@ -219,3 +219,11 @@ def test_table_size_sets_the_large_table_over_the_small_one(monkeypatch: pytest.
     check(found)
     assert found["ratios"] == {"xla_time": 1.5, "xla_memory": 1.25}
     assert "xla large" in shown(table_size.table(found))
+
+
+def test_loader_and_step_take_turns_in_one_process() -> None:
+    found = loader.run(loader.Size(spec=TINY, backend="eager", runs=7, batches=1, warmup=1), say=lambda text: None)
+    check(found)
+    assert found["ratios"]["step/pack"] == pytest.approx(found["ms"]["step"] / found["ms"]["pack"], rel=1e-2)
+    assert found["samples_per_s"] > 0
+    assert "on one core" in shown(loader.table(found))
