@@ -32,6 +32,7 @@ B, S, H, A, V = 3, 12, 2, 8, 8
 RULES = [
     AttentionRule(3),
     AttentionRule(3, window=2),
+    AttentionRule(3, window=1, full_len=2),
     AttentionRule(3, contextual_len=2),
     AttentionRule(0, contextual_len=1, window=4, target_aware=False),
 ]
@@ -54,7 +55,7 @@ def both(
     platform: str, arrays: list[Tensor], rest: tuple[Tensor, ...], rule: AttentionRule
 ) -> list[np.ndarray[Any, Any]]:
     """Return output and gradients of the lowering for a platform, under jit."""
-    options = (rule.num_targets, rule.contextual_len, rule.window, rule.target_aware, 0.4)
+    options = (rule.num_targets, rule.contextual_len, rule.window, rule.target_aware, rule.full_len, 0.4)
 
     def run(grad: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
         return xla_attention.forward(*given, *options), *xla_attention.backward(grad, *given, *options)
@@ -89,7 +90,9 @@ def test_the_kernel_is_in_xlas_program_and_no_scores_are() -> None:
 
     def text(platform: str) -> str:
         with xla_attention.platform(platform):
-            return jax.jit(lambda *x: xla_attention.forward(*x, 3, 0, 0, True, 0.4)).lower(*given).compile().as_text()
+            return (
+                jax.jit(lambda *x: xla_attention.forward(*x, 3, 0, 0, True, 0, 0.4)).lower(*given).compile().as_text()
+            )
 
     assert "twinstep_hstu_attention" in text("cpu")
     assert f"f32[{B},{H},{S},{S}]" not in text("cpu")
@@ -106,7 +109,7 @@ B, S, H, W = 8, 12, 2, 8
 arrays = [rng.standard_normal((B, S, H, W), dtype=np.float32) for _ in range(4)]
 rest = (np.arange(8, dtype=np.int32), np.arange(8, dtype=np.int32) % 4, np.float32(9))
 def run(grad, *given):
-    options = (4, 0, 0, True, 0.4)
+    options = (4, 0, 0, True, 0, 0.4)
     return xla_attention.forward(*given, *options), *xla_attention.backward(grad, *given, *options)
 def spread(x, names):
     return jax.device_put(x, NamedSharding(mesh, P(*names)))

@@ -27,6 +27,8 @@ RULES = [
     AttentionRule(4, window=5),
     AttentionRule(4, contextual_len=3, window=5),
     AttentionRule(0, contextual_len=2, window=3),
+    AttentionRule(4, contextual_len=3, window=2, full_len=4),
+    AttentionRule(4, window=2, target_aware=False, full_len=3),
     AttentionRule(4, contextual_len=2, window=7, target_aware=False),
 ]
 

@@ -30,7 +30,11 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "prefix": draw(st.lists(st.sampled_from((0, 1, 15, 16, 17, P // 2, P)), min_size=B, max_size=B)),
         "targets": draw(st.lists(st.integers(0, K), min_size=B, max_size=B)),
         "rule": AttentionRule(
-            K, draw(st.sampled_from((0, 1, 3))), draw(st.sampled_from((0, 1, 5, 33))), draw(st.booleans())
+            K,
+            draw(st.sampled_from((0, 1, 3))),
+            draw(st.sampled_from((0, 1, 5, 33))),
+            draw(st.booleans()),
+            draw(st.sampled_from((0, 0, 1, 7, 40))),
         ),
         "seed": draw(st.integers(0, 99)),
     }
@@ -56,7 +60,7 @@ def by_kernel(inputs: list[Tensor], rest: tuple[Tensor, ...], rule: AttentionRul
     grad, q, k, v = inputs
     kernel = hstu_kernel.runs(q, v)
     assert kernel is not None
-    options = (rule.num_targets, rule.contextual_len, rule.window, rule.target_aware, ALPHA)
+    options = (rule.num_targets, rule.contextual_len, rule.window, rule.target_aware, rule.full_len, ALPHA)
     return (
         hstu_kernel.forward(kernel, q, k, v, *rest, *options),
         *hstu_kernel.backward(kernel, grad, q, k, v, *rest, *options),
@@ -168,7 +172,7 @@ def test_other_dtypes_and_widths_run_the_reference() -> None:
     assert hstu_kernel.runs(q, q.double()) is None
     assert hstu_kernel.runs(torch.zeros(1, 1, 1, 4096), q) is None
     inputs, rest = tensors(BASE, torch.float64)
-    options = (6, 0, 0, True, ALPHA)
+    options = (6, 0, 0, True, 0, ALPHA)
     out = torch.ops.twinstep.hstu_attention(*inputs[1:], *rest, *options)
     assert out.dtype is torch.float64
     assert torch.equal(out, reference(*inputs[1:], *rest, BASE["rule"], ALPHA))

@@ -25,6 +25,10 @@ RULES = [
     AttentionRule(3, contextual_len=2, window=1),
     AttentionRule(3, contextual_len=2, target_aware=False),
     AttentionRule(3, window=3, target_aware=False),
+    AttentionRule(3, window=1, full_len=2),
+    AttentionRule(3, window=1, contextual_len=2, full_len=1),
+    AttentionRule(3, window=1, target_aware=False, full_len=2),
+    AttentionRule(3, window=1, contextual_len=2, target_aware=False, full_len=3),
 ]
 PREFIX, TARGETS = torch.tensor([5, 0, 1, 4, 0]), torch.tensor([3, 2, 0, 1, 0])
 
@@ -36,14 +40,16 @@ def rows(rule: AttentionRule, dtype: torch.dtype = torch.float64) -> tuple[Tenso
     return q, k, torch.randn(5, S, 2, 4, dtype=dtype), PREFIX, TARGETS.clamp(max=rule.num_targets), torch.tensor(7.0)
 
 
-def sees(rule: AttentionRule, query: int, key: int, prefix: int) -> bool:
+def sees(rule: AttentionRule, query: int, key: int, prefix: int, length: int) -> bool:
     def rank(column: int) -> int:
         found = max(column - rule.contextual_len + 1, 0) if rule.contextual_len else column
         return min(found, last) if rule.target_aware else found
 
     last = prefix - rule.contextual_len + 1 if rule.contextual_len else prefix
     far = rank(query) - rank(key)
-    plain = query == key or (far > 0 and (rule.window == 0 or far <= rule.window))
+    end = last if rule.target_aware else length - max(rule.contextual_len - 1, 0)
+    full = rule.window == 0 or (rule.full_len > 0 and rank(query) >= end - rule.full_len)
+    plain = query == key or (far > 0 and (full or far <= rule.window))
     contextual = rule.contextual_len > 0 and rank(query) == 0 and (rank(key) < last if rule.target_aware else True)
     return plain or contextual
 
@@ -57,7 +63,7 @@ def test_the_reference_is_the_sum_over_tokens_that_are_seen(rule: AttentionRule)
         slots = [*range(int(prefix[b])), *(first + i for i in range(int(targets[b])))]
         for i, query in enumerate(slots):
             for j, key in enumerate(slots):
-                if sees(rule, i, j, int(prefix[b])):
+                if sees(rule, i, j, int(prefix[b]), len(slots)):
                     for h in range(2):
                         score = alpha * float(q[b, query, h] @ k[b, key, h])
                         want[b, query, h] += score / (1 + math.exp(-score)) / float(n) * v[b, key, h]
@@ -89,7 +95,18 @@ def test_the_operator_equals_plain_pytorch_and_hides_what_stands_in_empty_slots(
     for x in (q, k, v, grad):
         x[dead] = math.nan
     got = torch.ops.twinstep.hstu_attention(
-        q, k, v, prefix, targets, n, rule.num_targets, rule.contextual_len, rule.window, rule.target_aware, 0.4
+        q,
+        k,
+        v,
+        prefix,
+        targets,
+        n,
+        rule.num_targets,
+        rule.contextual_len,
+        rule.window,
+        rule.target_aware,
+        rule.full_len,
+        0.4,
     )
     torch.testing.assert_close(got, want.masked_fill(dead[:, :, None, None], 0.0))
     for hidden, seen in zip(reference_backward(grad, q, k, v, prefix, targets, n, rule, 0.4), clean, strict=True):
@@ -102,7 +119,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 def test_the_operators_are_well_registered() -> None:
     q, k, v, prefix, targets, n = rows(RULES[1])
-    rest = (k, v, prefix, targets, n, 3, 0, 0, True, 0.4)
+    rest = (k, v, prefix, targets, n, 3, 0, 0, True, 0, 0.4)
     backward = (torch.randn_like(v), q, *rest)
     torch.library.opcheck(torch.ops.twinstep.hstu_attention_backward.default, backward, test_utils=CHECKS)
     torch.library.opcheck(torch.ops.twinstep.hstu_attention.default, (q.requires_grad_(), *rest), test_utils=CHECKS)

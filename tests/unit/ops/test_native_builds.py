@@ -80,7 +80,7 @@ def test_without_a_compiler_attention_runs_the_reference_and_says_so_once(
     rest = (torch.tensor([3, 2]), torch.tensor([2, 0]), torch.tensor(5.0))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            out = torch.ops.twinstep.hstu_attention(q, q, q, *rest, 2, 0, 0, True, 0.5)
+            out = torch.ops.twinstep.hstu_attention(q, q, q, *rest, 2, 0, 0, True, 0, 0.5)
     assert torch.equal(out, reference(q, q, q, *rest, AttentionRule(2), 0.5))
     assert [record.message for record in caplog.records if "no C++ compiler" in record.message] != []
     assert len([record for record in caplog.records if record.name == hstu_kernel.LOG.name]) == 1

@@ -38,9 +38,12 @@ class AttentionRule:
     contextual_len: int = 0
     """That many leading columns share rank 0 and see all but the targets; 0: they are plain prefix."""
     window: int = 0
-    """Highest distance in rank that is seen; 0: any. It does not bind contextual columns."""
+    """Highest distance in rank that is seen (upstream: max_attn_len); 0: any. It does not bind contextual columns."""
     target_aware: bool = True
     """Whether targets share a rank; if not, each one sees those before it."""
+    full_len: int = 0
+    """Tokens of the last that many ranks before the targets' rank, and targets, see beyond the window (upstream:
+    min_full_attn_seq_len); before the row's end where targets share no rank. 0: none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ def hstu_attention(
             rule.contextual_len,
             rule.window,
             rule.target_aware,
+            rule.full_len,
             alpha,
         )
         return out
@@ -136,7 +140,11 @@ def attention_mask(columns_BS: Tensor, valid_BS: Tensor, first_target_B: Tensor 
     same = columns_BS.unsqueeze(2) == columns_BS.unsqueeze(1)
     seen = query > key
     if rule.window > 0:
-        seen = seen & (query - key <= rule.window)
+        near = query - key <= rule.window
+        if rule.full_len > 0:
+            end_B = last_B if last_B is not None else valid_BS.sum(1) - max(rule.contextual_len - 1, 0)
+            near = near | (query >= end_B.view(-1, 1, 1) - rule.full_len)
+        seen = seen & near
     seen = seen | same
     if rule.contextual_len > 0:
         before_targets = key < last_B.view(-1, 1, 1) if last_B is not None else key >= 0
@@ -211,7 +219,7 @@ def reference_backward(
 
 
 _ROWS = "Tensor prefix_lengths, Tensor target_lengths, Tensor n"
-_RULE = "int num_targets, int contextual_len, int window, bool target_aware, float alpha"
+_RULE = "int num_targets, int contextual_len, int window, bool target_aware, int full_len, float alpha"
 # flexible_layout: the kernel reads any strides, so that a backend need not copy a view before it.
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 _FORWARD, _BACKWARD = "twinstep::hstu_attention", "twinstep::hstu_attention_backward"

@@ -154,11 +154,14 @@ struct Row {
     // Ranks never fall, so that the first column of a rank, or of one within the window, only moves on.
     const int32_t before_targets =
         args.target_aware ? static_cast<int32_t>(std::lower_bound(rank, rank + length, last) - rank) : length;
+    // Queries from this rank on see as far as if there were no window.
+    const int32_t end = args.target_aware ? last : static_cast<int32_t>(length) - (context > 0 ? context - 1 : 0);
+    const int64_t full_from = args.full_len > 0 ? static_cast<int64_t>(end) - args.full_len : INT64_MAX;
     int from = 0, to = 0;
     for (int i = 0; i < length; i++) {
       while (args.window > 0 && static_cast<int64_t>(rank[i]) - rank[from] > args.window) from++;
       while (rank[to] < rank[i]) to++;
-      low[i] = from;
+      low[i] = rank[i] >= full_from ? 0 : from;
       high[i] = to;
       if (context > 0 && rank[i] == 0) {
         low[i] = 0;

@@ -12,7 +12,7 @@ struct AttentionArgs {
   const void *prefix, *targets;         // [B] tokens of each row's prefix, and its targets
   const float *n;                       // [] what scores are divided by
   int64_t rows, slots, heads, num_targets;
-  int32_t contextual_len, window, target_aware;
+  int32_t contextual_len, window, target_aware, full_len;
   int32_t lengths64;  // prefix and targets are int64, else int32
   int32_t bfloat16;   // the views' numbers are bfloat16, else float32
   float alpha;

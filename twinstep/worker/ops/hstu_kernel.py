@@ -54,6 +54,7 @@ class AttentionArgs(ctypes.Structure):
         ("contextual_len", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("target_aware", ctypes.c_int32),
+        ("full_len", ctypes.c_int32),
         ("lengths64", ctypes.c_int32),
         ("bfloat16", ctypes.c_int32),
         ("alpha", ctypes.c_float),
@@ -122,6 +123,7 @@ def _arguments(
     contextual_len: int,
     window: int,
     target_aware: bool,
+    full_len: int,
     alpha: float,
 ) -> tuple[AttentionArgs, tuple[Tensor, ...]]:
     """Return the arguments, and tensors that must outlive the call."""
@@ -139,6 +141,7 @@ def _arguments(
         contextual_len=contextual_len,
         window=window,
         target_aware=target_aware,
+        full_len=full_len,
         lengths64=1,
         bfloat16=q.dtype is torch.bfloat16,
         alpha=alpha,

@@ -65,8 +65,8 @@ bool lengths_fit(const ffi::AnyBuffer &lengths, int64_t rows) {
 
 ffi::Error fill(AttentionArgs &args, const ffi::AnyBuffer &q, const ffi::AnyBuffer &k, const ffi::AnyBuffer &v,
                 const ffi::AnyBuffer &prefix, const ffi::AnyBuffer &targets, const ffi::AnyBuffer &n,
-                int64_t num_targets, int64_t contextual_len, int64_t window, bool target_aware, float alpha,
-                std::pair<AttentionPair, AttentionPair> &found) {
+                int64_t num_targets, int64_t contextual_len, int64_t window, bool target_aware, int64_t full_len,
+                float alpha, std::pair<AttentionPair, AttentionPair> &found) {
   auto dims = q.dimensions();
   const auto type = q.element_type();
   const bool number = type == ffi::DataType::F32 || type == ffi::DataType::BF16;
@@ -87,6 +87,7 @@ ffi::Error fill(AttentionArgs &args, const ffi::AnyBuffer &q, const ffi::AnyBuff
   args.n = static_cast<const float *>(n.untyped_data());
   args.rows = dims[0], args.slots = dims[1], args.heads = dims[2], args.num_targets = num_targets;
   args.contextual_len = int32_t(contextual_len), args.window = int32_t(window), args.target_aware = target_aware;
+  args.full_len = int32_t(full_len);
   args.lengths64 = prefix.element_type() == ffi::DataType::S64;
   args.bfloat16 = type == ffi::DataType::BF16;
   args.alpha = alpha;
@@ -98,10 +99,11 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 
 ffi::Error forward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer prefix, Buffer targets, Buffer n,
                    Result out, int64_t num_targets, int64_t contextual_len, int64_t window, bool target_aware,
-                   float alpha) {
+                   int64_t full_len, float alpha) {
   AttentionArgs args{};
   std::pair<AttentionPair, AttentionPair> found;
-  auto error = fill(args, q, k, v, prefix, targets, n, num_targets, contextual_len, window, target_aware, alpha, found);
+  auto error = fill(args, q, k, v, prefix, targets, n, num_targets, contextual_len, window, target_aware, full_len,
+                    alpha, found);
   if (error.failure()) return error;
   args.out = view(*out);
   if (args.rows * args.heads > 0) share(pool, args, found.first);
@@ -110,10 +112,11 @@ ffi::Error forward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer pr
 
 ffi::Error backward(ffi::ThreadPool pool, Buffer grad, Buffer q, Buffer k, Buffer v, Buffer prefix, Buffer targets,
                     Buffer n, Result dq, Result dk, Result dv, int64_t num_targets, int64_t contextual_len,
-                    int64_t window, bool target_aware, float alpha) {
+                    int64_t window, bool target_aware, int64_t full_len, float alpha) {
   AttentionArgs args{};
   std::pair<AttentionPair, AttentionPair> found;
-  auto error = fill(args, q, k, v, prefix, targets, n, num_targets, contextual_len, window, target_aware, alpha, found);
+  auto error = fill(args, q, k, v, prefix, targets, n, num_targets, contextual_len, window, target_aware, full_len,
+                    alpha, found);
   if (error.failure()) return error;
   args.grad = view(grad), args.dq = view(*dq), args.dk = view(*dk), args.dv = view(*dv);
   if (args.rows * args.heads > 0) share(pool, args, found.second);
@@ -132,6 +135,7 @@ extern "C" void hstu_register(int64_t width_qk, int64_t width_v, void *forward, 
       .Attr<int64_t>("contextual_len") \
       .Attr<int64_t>("window")         \
       .Attr<bool>("target_aware")      \
+      .Attr<int64_t>("full_len")       \
       .Attr<float>("alpha")
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hstu_ffi_forward, forward,

@@ -70,7 +70,10 @@ class Walk:
             shift = rule.contextual_len - 1 if rule.contextual_len > 0 else 0
             lowest_query = jnp.maximum(jnp.minimum(query_start, prefix) - shift, 0)
             highest_key = jnp.maximum(key_end - 1 - shift, 0)
-            near &= (lowest_query - highest_key <= rule.window) | (key_end > self.first_target)
+            close = (lowest_query - highest_key <= rule.window) | (key_end > self.first_target)
+            if rule.full_len > 0:
+                close |= (query_end > prefix - rule.full_len) | (query_end > self.first_target)
+            near &= close
         if rule.contextual_len > 0:
             near |= query_start < rule.contextual_len
         return near & self.tokens_in(i, prefix, targets) & self.tokens_in(j, prefix, targets)
@@ -102,7 +105,11 @@ class Walk:
         key, _ = self.ranks(self.columns(key_slots, prefix), prefix)
         seen = query > key
         if self.rule.window > 0:
-            seen &= query - key <= self.rule.window
+            close = query - key <= self.rule.window
+            if self.rule.full_len > 0:
+                end = last if self.rule.target_aware else last + targets
+                close |= query >= end - self.rule.full_len
+            seen &= close
         seen |= query_slots == key_slots
         if self.rule.contextual_len > 0:
             seen |= (query == 0) & (key < last if self.rule.target_aware else key >= 0)

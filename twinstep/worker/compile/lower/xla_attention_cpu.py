@@ -108,6 +108,7 @@ def _partitioned(name: str, rule: AttentionRule, alpha: float) -> Callable[..., 
             contextual_len=np.int64(rule.contextual_len),
             window=np.int64(rule.window),
             target_aware=np.bool_(rule.target_aware),
+            full_len=np.int64(rule.full_len),
             alpha=np.float32(alpha),
         )
 
