@@ -9,6 +9,9 @@ value. Parameter names are those of the public model, so that its weights can be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +24,7 @@ from twinstep.worker.models.layout import Layout
 from twinstep.worker.models.positional import HSTUPositionalEncoder, positions
 from twinstep.worker.models.postprocessor import TimestampLayerNormPostprocessor
 from twinstep.worker.models.preprocessor import ContextualPreprocessor
+from twinstep.worker.models.public_weights import load_public, public_state
 from twinstep.worker.models.stu import STUStack
 
 
@@ -81,6 +85,25 @@ class DLRMv3(nn.Module):
         self._multitask_module = MultitaskModule(
             config.tasks, dim=config.layer.dim, hidden_dim=config.head_hidden_dim, loss_weight=config.loss_weight
         )
+
+    @classmethod
+    def from_generative_recommenders(cls, state_dict: Mapping[str, Any], config: DLRMv3Config) -> DLRMv3:
+        """Return a model with the weights of the public generative-recommenders `DlrmHSTU`.
+
+        Args:
+            state_dict: `model.state_dict()` of the public model, on any device; its tables may be float16.
+            config: the configuration that it was made with; `position_rows` and `time_rows` are 8192 and 2049 there.
+
+        Raises:
+            TrainError: keys are unknown, missing, of another shape or dtype, or action masks differ; all are named.
+        """
+        model = cls(config)
+        load_public(model, state_dict)
+        return model
+
+    def to_generative_recommenders(self) -> dict[str, Tensor]:
+        """Return copies of the weights as the public `DlrmHSTU.load_state_dict` takes them, buffers included."""
+        return public_state(self)
 
     def forward(self, batch: Batch) -> ModelOutput:
         """Score and grade every candidate of the batch."""
