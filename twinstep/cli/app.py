@@ -2,7 +2,8 @@
 
 Commands live in `up.py` (a control plane), `here.py` (this machine: train, validate, schema), `parity.py` (compare the
 backends here), `explain.py` (what the compiler does), `data.py` (histories and token budgets), `tables.py` (tables on
-SparseCores), `jobs.py` and `attempts.py` (ask the control plane) and `cluster.py` (topologies, render).
+SparseCores), `jobs.py` and `attempts.py` (ask the control plane), `cluster.py` (topologies, render) and `models.py`
+(what there is to train).
 """
 
 from __future__ import annotations
@@ -16,7 +17,21 @@ from typing import Annotated
 
 import typer
 
-from twinstep.cli import attempts, cluster, credentials, data, explain, here, jobs, parity, tables, up, users, webhooks
+from twinstep.cli import (
+    attempts,
+    cluster,
+    credentials,
+    data,
+    explain,
+    here,
+    jobs,
+    models,
+    parity,
+    tables,
+    up,
+    users,
+    webhooks,
+)
 from twinstep.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_code, report_error
 from twinstep.spec.errors import TwinstepError
 
@@ -76,6 +91,7 @@ parity.register(app)
 explain.register(app)
 data.register(app)
 tables.register(app)
+models.register(app)
 webhooks.register(app)
 users.register(app)
 

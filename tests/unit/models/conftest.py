@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -74,12 +75,18 @@ def kuairand_config(kuairand: dict[str, np.ndarray]) -> DLRMv3Config:
 
 
 @pytest.fixture(scope="session")
-def kuairand_batch(kuairand: dict[str, np.ndarray], kuairand_config: DLRMv3Config) -> Callable[..., Batch]:
+def kuairand_batch(kuairand: dict[str, np.ndarray], kuairand_batch_of: Callable[..., Batch]) -> Callable[..., Batch]:
     """Return a function from (batch number, slots U, tokens T, slots K) to our Batch."""
+    return functools.partial(kuairand_batch_of, kuairand)
 
-    def build(number: int, *, slots: int, tokens: int, num_candidates: int) -> Batch:
-        uih = _jagged(kuairand, f"batch{number}/uih")
-        cand = _jagged(kuairand, f"batch{number}/candidates")
+
+@pytest.fixture(scope="session")
+def kuairand_batch_of(kuairand_config: DLRMv3Config) -> Callable[..., Batch]:
+    """Return the same function, which takes the fixture's arrays first."""
+
+    def build(fixture: dict[str, np.ndarray], number: int, *, slots: int, tokens: int, num_candidates: int) -> Batch:
+        uih = _jagged(fixture, f"batch{number}/uih")
+        cand = _jagged(fixture, f"batch{number}/candidates")
         masks = np.array(kuairand_config.action_masks)
         return pack(
             histories={k: uih[v] for k, v in HISTORY.items()},

@@ -17,6 +17,7 @@ from twinstep.worker.models.layout import Layout
 from twinstep.worker.models.positional import HSTUPositionalEncoder, positions, time_bucket
 from twinstep.worker.models.postprocessor import (
     PERIODS,
+    POSTPROCESSORS,
     TimestampLayerNormPostprocessor,
     time_features,
 )
@@ -179,6 +180,19 @@ def test_the_timestamp_postprocessor_gives_the_public_numbers(modules: Fixture) 
     load(module, case)
     x = tensor(case["x"]).requires_grad_()
     out = module(x, times)
+    assert float((out.detach() - tensor(case["y"])).abs().max()) <= 1e-5
+    out.backward(tensor(case["dy"]))
+    check_grad(x.grad, case["dx"])
+    check_grads(module, case)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "l2_norm"])
+def test_the_postprocessors_without_time_give_the_public_numbers(modules: Fixture, name: str) -> None:
+    case = part(modules, {"l2_norm": "post_l2"}.get(name, f"post_{name}"))
+    module = POSTPROCESSORS[name](case["x"].shape[1])
+    load(module, case)
+    x = tensor(case["x"]).requires_grad_()
+    out = module(x, tensor(case["timestamps"]))
     assert float((out.detach() - tensor(case["y"])).abs().max()) <= 1e-5
     out.backward(tensor(case["dy"]))
     check_grad(x.grad, case["dx"])

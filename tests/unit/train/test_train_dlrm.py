@@ -30,7 +30,7 @@ def test_the_example_learns_to_rank_held_out_clicks() -> None:
     assert summary.baselines == {}
 
 
-@pytest.mark.parametrize("backend", ["xla", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])])
 def test_the_step_of_a_spec_holds_parity(backend: Literal["inductor", "xla"]) -> None:
     report = parity_spec(example(data=SMALL), backends=[backend], steps=3, gradients=False)
     assert report.ok, report.summary()

@@ -59,6 +59,20 @@ class STUConfig:
     """Normalise each head alone, with one scale and shift per head."""
     alpha: float | None = None
     """Factor on q·k; None: A^(-1/2)."""
+    max_attn_len: int = 0
+    """Highest distance in rank that a token sees; 0: any."""
+    full_attn_len: int = 0
+    """Tokens of the last that many ranks before the candidates', and candidates, see beyond it; 0: none does."""
+    relative_bias: Literal["none", "time", "position", "both"] = "none"
+    """What of two tokens' distance is added to their score; the public DlrmHSTU has none."""
+    attention_dropout: float = 0.0
+    """Probability of zeroing an attention weight, in training."""
+
+    @property
+    def plain(self) -> str:
+        """Why attention cannot be its fused operator; empty where it can."""
+        reasons = ("a relative bias",) * (self.relative_bias != "none") + ("dropout",) * (self.attention_dropout > 0)
+        return " and ".join(reasons)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +102,8 @@ class DLRMv3Config:
     """Rows of the time-bucket table."""
     loss_weight: float = 0.2
     """Factor on every task's loss."""
+    postprocessor: Literal["timestamp", "layer_norm", "l2_norm"] = "timestamp"
+    """How candidate tokens are normalised; `timestamp` adds hour and weekday."""
     input_dropout: float = 0.0
     """Probability of zeroing a value of the encoded sequence, in training."""
 

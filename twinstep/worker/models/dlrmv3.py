@@ -22,10 +22,12 @@ from twinstep.worker.models.heads import ModelOutput, MultitaskModule
 from twinstep.worker.models.layers import dropout, mlp
 from twinstep.worker.models.layout import Layout
 from twinstep.worker.models.positional import HSTUPositionalEncoder, positions
-from twinstep.worker.models.postprocessor import TimestampLayerNormPostprocessor
+from twinstep.worker.models.postprocessor import POSTPROCESSORS
 from twinstep.worker.models.preprocessor import ContextualPreprocessor
 from twinstep.worker.models.public_weights import load_public, public_state
+from twinstep.worker.models.relative_bias import Distances
 from twinstep.worker.models.stu import STUStack
+from twinstep.worker.ops.hstu_attention import AttentionRule
 
 
 class HSTUTransducer(nn.Module):
@@ -47,8 +49,11 @@ class HSTUTransducer(nn.Module):
         self._positional_encoder = HSTUPositionalEncoder(
             dim, position_rows=config.position_rows, time_rows=config.time_rows
         )
-        self._stu_module = STUStack(config.layer, config.num_layers)
-        self._output_postprocessor = TimestampLayerNormPostprocessor(dim)
+        self._layer = config.layer
+        self._stu_module = STUStack(
+            config.layer, config.num_layers, time_rows=config.time_rows, position_rows=config.position_rows
+        )
+        self._output_postprocessor = POSTPROCESSORS[config.postprocessor](dim)
 
     def forward(self, batch: Batch, layout: Layout, items_FNE: list[Tensor], contextual_BCE: Tensor | None) -> Tensor:
         """Return the candidates' vectors, [B*K, D]."""
@@ -64,7 +69,11 @@ class HSTUTransducer(nn.Module):
         times_M = layout.join(contextual_times, batch.uih_times, batch.cand_times.reshape(-1))
         x_MD = self._positional_encoder(x_MD, position_M, query_M - times_M)
         x_MD = dropout(x_MD, self._input_dropout, self.training)
-        x_MD = self._stu_module(x_MD, layout, layout.attention_rows(), batch.n)
+        layer = self._layer
+        rule = AttentionRule(layout.num_candidates, window=layer.max_attn_len, full_len=layer.full_attn_len)
+        rows = layout.attention_rows(rule, plain=layer.plain)
+        distances = Distances.of(layout, times_M) if layer.relative_bias != "none" else None
+        x_MD = self._stu_module(x_MD, layout, rows, batch.n, distances)
         out: Tensor = self._output_postprocessor(layout.candidates(x_MD), batch.cand_times.reshape(-1))
         return out
 

@@ -100,17 +100,19 @@ class Layout:
         rows = (self.num_rows, -1)
         return torch.cat((contextual.expand(*rows), history.expand(*rows), candidates), dim=1)
 
-    def attention_rows(self, rule: AttentionRule | None = None) -> AttentionRows:
+    def attention_rows(self, rule: AttentionRule | None = None, *, plain: str = "") -> AttentionRows:
         """Return the rows that attention runs over; contextual slots, which always hold a token, are prefix.
 
         Args:
             rule: who sees whom; None: plainly causal, targets apart.
+            plain: why the fused operator cannot run, if so; see `ops/hstu_attention.py`.
         """
         return attention_rows(
             self.uih_lengths_B + self.num_contextual,
             self.cand_lengths_B,
             num_slots=self.num_contextual + self.num_history + self.num_candidates,
             rule=rule or AttentionRule(self.num_candidates),
+            plain=plain,
         )
 
     def join(self, *parts: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
-"""What the transducer hands to the heads: candidate tokens, with hour and weekday of the query, normalised.
+"""What the transducer hands to the heads: candidate tokens, normalised, with hour and weekday of the query or not.
 
 # Shapes: R candidate rows, D token width.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from twinstep.worker.models.layers import Linear
 
 PERIODS = ((3600, 24), (86400, 7))  # (seconds per unit, units per period): hour of day, day of week
+MIN_NORM = 1e-6
 TURN = 2 * 3.14  # the public model says 3.14, not pi; weights trained with it expect it
 
 
@@ -29,6 +32,30 @@ class TimestampLayerNormPostprocessor(nn.Module):
         return out
 
 
+class LayerNormPostprocessor(nn.Module):
+    """LayerNorm(x); the time is not looked at."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self._layer_norm = nn.LayerNorm(dim)
+
+    def forward(self, x_RD: Tensor, times_R: Tensor) -> Tensor:
+        """[R, D] and [R] int64 seconds → [R, D]."""
+        out: Tensor = self._layer_norm(x_RD)
+        return out
+
+
+class L2NormPostprocessor(nn.Module):
+    """x / max(|x|, 1e-6); the time is not looked at."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+
+    def forward(self, x_RD: Tensor, times_R: Tensor) -> Tensor:
+        """[R, D] and [R] int64 seconds → [R, D]."""
+        return x_RD / torch.linalg.vector_norm(x_RD, dim=-1, keepdim=True).clamp(min=MIN_NORM)
+
+
 def time_features(times_R: Tensor) -> Tensor:
     """Return cos and sin of the hour, then of the weekday, [R, 4] float32.
 
@@ -40,3 +67,11 @@ def time_features(times_R: Tensor) -> Tensor:
         angle = unit.to(torch.float32) / units * TURN
         features += [torch.cos(angle), torch.sin(angle)]
     return torch.stack(features, dim=1)
+
+
+POSTPROCESSORS: dict[str, Callable[[int], nn.Module]] = {
+    "timestamp": TimestampLayerNormPostprocessor,
+    "layer_norm": LayerNormPostprocessor,
+    "l2_norm": L2NormPostprocessor,
+}
+"""By name in a configuration; called with D."""

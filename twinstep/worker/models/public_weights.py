@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from twinstep.spec.errors import TrainError
-from twinstep.worker.models.postprocessor import PERIODS
+from twinstep.worker.models.postprocessor import PERIODS, TimestampLayerNormPostprocessor
 
 POSTPROCESSOR = "_hstu_transducer._output_postprocessor."
 WIDENED = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,8 +27,10 @@ WRAPPERS = ("module.", "_orig_mod.", "_dmp_wrapped_module.", "_hstu_model.")
 MOST_NAMED = 20  # faults written out; a wrong configuration has hundreds
 
 
-def public_buffers() -> dict[str, Tensor]:
+def public_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that the public model keeps and ours computes: seconds per unit and units per period."""
+    if not any(isinstance(module, TimestampLayerNormPostprocessor) for module in model.modules()):
+        return {}
     seconds, units = zip(*PERIODS, strict=True)
     return {
         f"{POSTPROCESSOR}_period_units": torch.tensor([seconds], dtype=torch.float32),
@@ -48,7 +50,7 @@ def load_public(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
             named, with the nearest name there is; the model is as it was.
     """
     ours = dict(model.state_dict())
-    buffers = dict(model.named_buffers()) | public_buffers()
+    buffers = dict(model.named_buffers()) | public_buffers(model)
     given = {str(name): value for name, value in state_dict.items()}
     expected = ours | buffers
     faults = [
@@ -72,7 +74,7 @@ def load_public(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
 def public_state(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's weights as a public state dict: copies, in the order of the model's own."""
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return state | public_buffers()
+    return state | public_buffers(model)
 
 
 def _misnamed(given: Mapping[str, Any], expected: Mapping[str, Any], *, optional: set[str]) -> list[str]:

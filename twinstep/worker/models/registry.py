@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,9 @@ from torch import nn
 from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.model import DLRMSpec, DLRMv3Spec
-from twinstep.worker.data.events import DataSchema
+from twinstep.spec.parse import validate_spec
+from twinstep.spec.presets import PRESETS, PresetName
+from twinstep.worker.data.events import DataSchema, FeatureSchema, TableSchema, TaskSchema
 from twinstep.worker.data.multi_hot import AnySchema, MultiHotSchema
 from twinstep.worker.models.config import (
     BagConfig,
@@ -56,7 +59,9 @@ def dlrmv3_config(spec: JobSpec, schema: DataSchema) -> DLRMv3Config:
     longest = len(schema.contextual) + spec.data.uih_len + 1
     return DLRMv3Config(
         tables=tuple(TableConfig(name=t.name, rows=t.rows, dim=model.embedding_dim) for t in schema.tables),
-        contextual=tuple(ContextualConfig(name=f.name, table=f.table) for f in schema.contextual),
+        contextual=tuple(
+            ContextualConfig(name=f.name, table=f.table, min_uih_length=model.min_uih_length) for f in schema.contextual
+        ),
         item_features=tuple(ItemFeatureConfig(name=f.name, table=f.table) for f in schema.item_features),
         tasks=tuple(TaskConfig(name=task.name, kind=task.kind) for task in schema.tasks),
         action_masks=tuple(1 << bit for bit in range(schema.action_bits)),
@@ -66,14 +71,46 @@ def dlrmv3_config(spec: JobSpec, schema: DataSchema) -> DLRMv3Config:
             linear_dim=model.linear_dim,
             attention_dim=model.attention_dim,
             dropout=model.dropout,
+            group_norm=model.group_norm,
+            max_attn_len=model.max_attn_len,
+            full_attn_len=model.full_attn_len,
+            relative_bias=model.relative_bias,
+            attention_dropout=model.attention_dropout,
         ),
         num_layers=model.num_layers,
         hidden_dim=model.hidden_dim,
-        head_hidden_dim=model.hidden_dim,
+        head_hidden_dim=model.head_hidden_dim or model.hidden_dim,
         # Doubling, so that a longer history seldom changes the table's shape.
-        position_rows=max(MIN_POSITION_ROWS, 1 << (longest - 1).bit_length()),
-        loss_weight=1.0,
+        position_rows=model.position_rows or max(MIN_POSITION_ROWS, 1 << (longest - 1).bit_length()),
+        time_rows=model.time_rows,
+        action_init_std=model.action_init_std,
+        loss_weight=model.loss_weight,
+        postprocessor=model.postprocessor,
+        input_dropout=model.input_dropout,
     )
+
+
+def preset_config(name: PresetName, *, rows: Mapping[str, int], **sizes: Any) -> DLRMv3Config:
+    """Return the configuration of a row of `spec/presets.py`: for public weights, it is the public model's.
+
+    Args:
+        rows: rows of each table; a feature looks itself up in the table of its own name.
+        sizes: fields of a spec's model that differ from the preset's.
+
+    Raises:
+        SpecError: a size is not valid.
+        KeyError: a feature's table has no rows.
+    """
+    preset = PRESETS[name]
+    spec = validate_spec({"name": name, "model": {"preset": name, **sizes}})
+    schema = DataSchema(
+        tables=tuple(TableSchema(name=f, rows=rows[f]) for f in (*preset.item_features, *preset.contextual)),
+        contextual=tuple(FeatureSchema(name=f, table=f) for f in preset.contextual),
+        item_features=tuple(FeatureSchema(name=f, table=f) for f in preset.item_features),
+        tasks=tuple(TaskSchema(name=task, bits=bits) for task, bits in preset.tasks.items()),
+        action_bits=preset.action_bits,
+    )
+    return dlrmv3_config(spec, schema)
 
 
 def dlrm_config(spec: JobSpec, schema: MultiHotSchema) -> DLRMConfig:

@@ -63,36 +63,63 @@ class _Switch:
     """Whether `hstu_attention` is one operator. A plain attribute: torch.compile can guard on it."""
 
     fused = False
+    left_out = ""
 
 
 @contextlib.contextmanager
 def fused(on: bool = True) -> Iterator[None]:
     """Let `hstu_attention` be the fused operator within the block, or plain PyTorch; for the compiler's capture."""
     before, _Switch.fused = _Switch.fused, on
+    _Switch.left_out = ""
     try:
         yield
     finally:
         _Switch.fused = before
 
 
+def left_out() -> str:
+    """Return why attention was plain PyTorch within the latest `fused` block; empty where it was not."""
+    return _Switch.left_out
+
+
 def attention_rows(
-    prefix_lengths_B: Tensor, target_lengths_B: Tensor, *, num_slots: int, rule: AttentionRule
+    prefix_lengths_B: Tensor, target_lengths_B: Tensor, *, num_slots: int, rule: AttentionRule, plain: str = ""
 ) -> AttentionRows:
-    """Return the rows to attend over; `num_slots` is S."""
-    mask_BSS = None if _Switch.fused else slot_mask(prefix_lengths_B, target_lengths_B, num_slots, rule)
+    """Return the rows to attend over.
+
+    Args:
+        num_slots: S.
+        plain: what the attention will have that the fused operator has not: it is plain PyTorch then, whatever the
+            compiler asks for, and the compiler says so. Empty: nothing.
+    """
+    if _Switch.fused and plain:
+        _Switch.left_out = plain
+    mask_BSS = None if _Switch.fused and not plain else slot_mask(prefix_lengths_B, target_lengths_B, num_slots, rule)
     return AttentionRows(prefix_lengths_B, target_lengths_B, rule, mask_BSS)
 
 
 def hstu_attention(
-    q_BSHA: Tensor, k_BSHA: Tensor, v_BSHV: Tensor, rows: AttentionRows, n: Tensor, *, alpha: float
+    q_BSHA: Tensor,
+    k_BSHA: Tensor,
+    v_BSHV: Tensor,
+    rows: AttentionRows,
+    n: Tensor,
+    *,
+    alpha: float,
+    bias_BSS: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """Return silu(alpha · q·kᵀ)/n, masked, times v: [B, S, H, V], of no meaning in slots without a token.
+    """Return silu(alpha · q·kᵀ + bias)/n, masked, dropped, times v: [B, S, H, V], of no meaning in empty slots.
 
     Args:
         n: [] float32, longest row of the batch: a value of the batch, not of its padded width. No gradient reaches it.
         alpha: factor on q·k.
+        bias_BSS: added to the scores of every head; rows must be `plain` for it.
+        dropout: probability of zeroing a weight, the others growing to match; rows must be `plain` for it.
     """
     if rows.mask_BSS is None:
+        assert bias_BSS is None, "rows for a bias are plain"  # noqa: S101
+        assert dropout == 0, "rows for dropout are plain"  # noqa: S101
         rule = rows.rule
         out: Tensor = torch.ops.twinstep.hstu_attention(
             q_BSHA,
@@ -109,15 +136,27 @@ def hstu_attention(
             alpha,
         )
         return out
-    return masked_attention(q_BSHA, k_BSHA, v_BSHV, rows.mask_BSS, n, alpha=alpha)
+    return masked_attention(q_BSHA, k_BSHA, v_BSHV, rows.mask_BSS, n, alpha=alpha, bias_BSS=bias_BSS, dropout=dropout)
 
 
 def masked_attention(
-    q_BSHA: Tensor, k_BSHA: Tensor, v_BSHV: Tensor, mask_BSS: Tensor, n: Tensor, *, alpha: float
+    q_BSHA: Tensor,
+    k_BSHA: Tensor,
+    v_BSHV: Tensor,
+    mask_BSS: Tensor,
+    n: Tensor,
+    *,
+    alpha: float,
+    bias_BSS: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Return attention over padded rows in plain PyTorch, [B, S, H, V]; it writes the scores, [B, H, S, S]."""
     scores_BHSS = torch.einsum("bqha,bkha->bhqk", q_BSHA, k_BSHA) * alpha
+    if bias_BSS is not None:
+        scores_BHSS = scores_BHSS + bias_BSS.unsqueeze(1)
     weights_BHSS = torch.where(mask_BSS.unsqueeze(1), F.silu(scores_BHSS) / n, 0.0)
+    if dropout > 0:
+        weights_BHSS = F.dropout(weights_BHSS, dropout, training=True)
     return torch.einsum("bhqk,bkhv->bqhv", weights_BHSS, v_BSHV)
 
 

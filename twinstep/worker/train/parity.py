@@ -42,10 +42,10 @@ def parity_spec(
     Raises:
         TwinstepError: the spec asks for what is not here, data is missing, or the step cannot be compiled.
     """
-    if "xla" in backends and getattr(spec.model, "dropout", 0) > 0:
+    if "xla" in backends and spec.model.draws:
         raise SpecError(
-            "model.dropout is above 0: XLA draws other masks than PyTorch, so steps cannot be compared",
-            remedy="model.dropout: 0, or --backend inductor, which draws PyTorch's own",
+            "the model has dropout: XLA draws other masks than PyTorch, so steps cannot be compared",
+            remedy="set all three dropouts of the model to 0, or --backend inductor, which draws PyTorch's own",
         )
     for backend in backends:
         uncached = spec.compile.model_copy(update={"backend": backend, "cache": False})

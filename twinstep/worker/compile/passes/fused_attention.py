@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.strategies import FusedAttention
-from twinstep.worker.ops.hstu_attention import OPERATOR, OPERATOR_BACKWARD
+from twinstep.worker.ops.hstu_attention import OPERATOR, OPERATOR_BACKWARD, left_out
 from twinstep.worker.ops.native import find_compiler
 
 NAME = FusedAttention.name
@@ -49,4 +49,6 @@ def note_attention(graph: fx.GraphModule, context: PassContext) -> int:
             saved.append(B * H * S * S * q.element_size())
     if saved:
         context.notes[NAME] = {"nodes": len(saved), "score_bytes": sum(saved)}
+    elif left_out() and NAME not in context.notes:
+        context.notes[NAME] = f"plain: no kernel has {left_out()}"
     return len(saved)
