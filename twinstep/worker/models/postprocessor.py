@@ -53,7 +53,8 @@ class L2NormPostprocessor(nn.Module):
 
     def forward(self, x_RD: Tensor, times_R: Tensor) -> Tensor:
         """[R, D] and [R] int64 seconds → [R, D]."""
-        return x_RD / torch.linalg.vector_norm(x_RD, dim=-1, keepdim=True).clamp(min=MIN_NORM)
+        norm_R1: Tensor = torch.linalg.vector_norm(x_RD, dim=-1, keepdim=True)
+        return x_RD / norm_R1.clamp(min=MIN_NORM)
 
 
 def time_features(times_R: Tensor) -> Tensor:
