@@ -183,3 +183,13 @@ def test_an_evaluation_is_scored_whole_or_not_at_all() -> None:
     stop.asked = True
     assert evaluate(*arguments, max_batches=None, stop=stop) is None
     assert work._model.training
+
+
+def test_a_step_that_is_done_again_has_the_learning_rate_it_had() -> None:
+    job = trainer(Notes(), steps=4, lr_final=0.1)
+    rates = []
+    for number in (3, 1, 3):
+        job._again(number)
+        rates.append(float(job._optimizers["dense"].param_groups[0]["lr"]))
+    assert rates[0] == rates[2] < rates[1] < 5e-4
+    job.close()

@@ -326,6 +326,7 @@ class Trainer:
     def _again(self, number: int) -> None:
         """Run the step of a batch again, counted from 0 since the job's start; nothing is reported."""
         batch, _ = self._loader.train_batch(number - self._first)
+        self._schedule.set(number)
         float(self._compiler.program(batch, sizes=self._sizes)(batch).loss)
 
     def _save_graph(self, program: Runner) -> None:
