@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import attention, loader, quality, recompile, sides, sparse, step, table_size
+from bench import attention, loader, preprocess, quality, recompile, sides, sparse, step, table_size
 from bench.measure import as_line
 from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
@@ -227,3 +227,15 @@ def test_loader_and_step_take_turns_in_one_process() -> None:
     assert found["ratios"]["step/pack"] == pytest.approx(found["ms"]["step"] / found["ms"]["pack"], rel=1e-2)
     assert found["samples_per_s"] > 0
     assert "on one core" in shown(loader.table(found))
+
+
+@pytest.mark.bench
+def test_preprocess_holds_buffers_against_the_peers_before_it_times_them() -> None:
+    size = preprocess.Size(
+        workloads=("one-hot", "split"), shapes=((4, 4),), threads=(1,), runs=2, warmup=1, samples=512
+    )
+    found = preprocess.run(size, say=lambda text: None)
+    assert found["equal"]
+    assert {each["ms"]["theirs"]["n"] for each in found["cases"].values()} == {2}
+    assert found["cases"]["split, 4 chips, 1 threads"]["minibatches"] > 1
+    assert "split, 4 chips" in shown(preprocess.table(found))

@@ -56,6 +56,13 @@ def test_limits_from_batches_are_the_most_of_sums_over_the_tables_of_a_stack():
         assert not any(Preprocessor(held, threads=1)(batch).statistics.dropped.values())
 
 
+def test_a_buffer_is_never_larger_than_its_limits_can_need():
+    few = [{name: Ragged(np.zeros(32, np.int32), np.ones(32, np.int64)) for name in "ab"}]
+    for headroom in (1.0, 1.3, 4.0):
+        stack = limits_from_batches(plan(), few, headroom=headroom).stacks[0]
+        assert stack.buffer <= -(-stack.limits.max_ids // 8) * 8 * 2 * 2
+
+
 def test_headroom_and_no_batches():
     tight, wide = limits_from_batches(plan(), batches(2)), limits_from_batches(plan(), batches(2), headroom=1.5)
     assert wide.stacks[0].limits.max_ids == round(tight.stacks[0].limits.max_ids * 1.5)

@@ -106,5 +106,8 @@ def limits_from_batches(
         limits[stack.name] = Limits(
             max_ids=max(1, round(most.ids * headroom)), max_unique=max(1, round(most.unique * headroom))
         )
-        buffers[stack.name] = aligned(max(8, round(most.required * headroom))) * plan.cores.per_device
+        slots = min(
+            aligned(max(8, round(most.required * headroom))), aligned(limits[stack.name].max_ids) * plan.cores.count
+        )
+        buffers[stack.name] = slots * plan.cores.per_device  # never more than the limits can need
     return plan.with_limits(limits, buffers)
