@@ -43,6 +43,9 @@ BENCHES = {
     "tpu": Bench("bench.tpu", "DLRMv3's step compiled for TPU slices by the TPU compiler: seconds, memory, traffic"),
     "sparse": Bench("bench.sparse", "a table of 1,000,000 × 64 by Adagrad: eager, its sparse gradients, ours"),
     "table-size": Bench("bench.table_size", "the same step with 2,000,000 and with 20,000 rows: time and memory"),
+    "checkpoint": Bench(
+        "bench.checkpoint", "saving and restoring, beside the disk; stall, resume, goodput with a kill"
+    ),
     "api": Bench("bench.api", "what a control plane bears: submits, passes, followers, reports, charts, plans"),
     "preprocess": Bench("bench.preprocess", "ids to SparseCore buffers: ours over jax-tpu-embedding's compiled code"),
     "loader": Bench("bench.loader", "batches packed against batches a step takes, on one core"),
