@@ -15,6 +15,7 @@ from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
 from twinstep.spec.base import INT32_MAX, Count, Number, Spec
 from twinstep.spec.columns import ColumnsSpec
 from twinstep.spec.model import DLRMv3Spec, Model
+from twinstep.spec.sparsecore import GENERATIONS, SparseCoreFlags
 from twinstep.spec.synthetic import SyntheticSpec
 
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
@@ -232,6 +233,8 @@ class EmbeddingSpec(Spec):
     """`dense`: each table whole on each device, looked up by gather."""
     init_std: Annotated[Number, Field(gt=0)] = 0.05
     """Standard deviation of the normal that tables start from."""
+    sparsecore: SparseCoreFlags | None = None
+    """Switches of a TPU's SparseCores, put into the environment of its pods; null: libtpu's own defaults."""
 
 
 class TrainSpec(Spec):
@@ -358,6 +361,25 @@ class JobSpec(Spec):
             "holds what a {kind} does not take",
             {"part": "dataset", "kind": kind, "allowed": ", ".join(fitting), "nearest": fitting[0]},
         )
+
+    @field_validator("embedding")
+    @classmethod
+    def _has_sparsecores(cls, value: EmbeddingSpec, info: ValidationInfo) -> EmbeddingSpec:
+        if value.sparsecore is None or "accelerator" not in info.data:  # not there where it is not valid itself
+            return value
+        generation = getattr(info.data["accelerator"], "generation", None)
+        if generation not in GENERATIONS:
+            raise PydanticCustomError(
+                "between_fields",
+                "has no effect on {place}, whose SparseCores nobody can program",
+                {
+                    "part": "sparsecore",
+                    "place": f"a {generation}" if generation else f"a {info.data['accelerator'].kind}",
+                    "allowed": f"null, or a TPU of generation {', '.join(GENERATIONS)}",
+                    "nearest": None,
+                },
+            )
+        return value
 
     @field_validator("compile")
     @classmethod

@@ -8,6 +8,7 @@ from typing import Any
 
 from twinstep.platform.scheduler.render.context import RenderContext
 from twinstep.spec.job import JobSpec
+from twinstep.spec.sparsecore import libtpu_arguments
 from twinstep.spec.topology import Machine
 
 SPEC_DIR = "/etc/twinstep"
@@ -17,6 +18,8 @@ CACHE_DIR = "/var/cache/twinstep"
 USER = 65532  # nobody's, and not root's; images of ours have it
 SHARE = 0.9  # of a machine's memory and processors: the node's own pods need the rest
 COORDINATOR_PORT = 8482  # JAX's on TPU
+
+LIBTPU = "LIBTPU_INIT_ARGS"
 
 COMMAND = ("python", "-m", "twinstep", "train", SPEC_FILE)
 
@@ -45,6 +48,12 @@ def environment(spec: JobSpec, context: RenderContext, extra: Sequence[Object] =
     }
     for name, value in spec.kubernetes.env.items():
         entries[name] = {"name": name, "value": escaped(value)}
+    if spec.embedding.sparsecore is not None:
+        # libtpu takes the last of two values of a flag: the user's own come behind.
+        flags = [libtpu_arguments(spec.embedding.sparsecore), spec.kubernetes.env.get(LIBTPU, "")]
+        text = " ".join(filter(None, flags))
+        if text:
+            entries[LIBTPU] = {"name": LIBTPU, "value": escaped(text)}
     for name, place in spec.kubernetes.secret_env.items():
         secret_name, key = place.split("/")
         entries[name] = {"name": name, "valueFrom": {"secretKeyRef": {"name": secret_name, "key": key}}}

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,6 +25,7 @@ from twinstep.worker.embedding.sparsecore.device.entries import Csr, Entries
 from twinstep.worker.embedding.sparsecore.device.lookup import Checks
 from twinstep.worker.embedding.sparsecore.initial import Initial, first_rows, table_key
 from twinstep.worker.embedding.sparsecore.optimizers import RowOptimizer
+from twinstep.worker.embedding.sparsecore.result import Preprocessed
 from twinstep.worker.embedding.sparsecore.stacking import Stack, StackPlan
 
 Tables = dict[str, tuple[jax.Array, ...]]
@@ -85,6 +87,33 @@ class Engine:
         """How tables, buffers, activations and gradients are spread: rows over devices."""
         return NamedSharding(self.mesh, P(self.axis))
 
+    @property
+    def placing(self) -> Any:
+        """How tables and slots lie: as `sharding`, on a TPU row after row, as SparseCores read them.
+
+        In a TPU's own layout they would be copied whole at every lookup.
+        """
+        if self.backend != "tpu":
+            return self.sharding
+        return Format(Layout(major_to_minor=(0, 1), tiling=((8,),)), self.sharding)
+
+    def inputs(self, batch: Preprocessed) -> Inputs:
+        """Return a preprocessed batch of this host as arrays over all devices; every host calls it with its own."""
+        stacks: dict[str, tuple[Csr, ...]] = {}
+        pooled = False
+        for stack in self.plan.stacks:
+            parts = []
+            for block in batch.blocks:
+                buffers = block[stack.name]
+                pooled = buffers.row_pointers.shape[1] > reader.pointers_of(stack)
+                fields = (buffers.row_pointers, buffers.embedding_ids, buffers.sample_ids, buffers.gains)
+                parts.append(Csr._make(self._spread(each.reshape(-1)) for each in fields))
+            stacks[stack.name] = tuple(parts)
+        return Inputs(stacks, jnp.int32(batch.minibatches) if pooled else None)
+
+    def _spread(self, local: Any) -> jax.Array:
+        return jax.make_array_from_process_local_data(self.sharding, local)
+
     # Values
 
     def initial(self, seed: int, how: Initial | Mapping[str, Initial]) -> Tables:
@@ -104,7 +133,8 @@ class Engine:
                         in_specs=(),
                         out_specs=P(self.axis),
                         check_vma=False,
-                    )
+                    ),
+                    out_shardings=self.placing,
                 )()
                 for number in range(len(logical.parts_of(stack)))
             )
@@ -170,7 +200,8 @@ class Engine:
                         ]
                     )
 
-                parts.append(jax.make_array_from_callback(shape, self.sharding, part))
+                array = jax.make_array_from_callback(shape, self.sharding, part)
+                parts.append(array if self.backend != "tpu" else jax.device_put(array, self.placing))
             found[stack.name] = tuple(parts)
         return found
 

@@ -51,6 +51,11 @@ class Entries(NamedTuple):
     """0-d int32: entries whose row or sample does not exist; they are not valid."""
 
 
+def pointers_of(stack: Stack) -> int:
+    """Return the row pointers of one device in the plain layout: S·P."""
+    return stack.cores.per_device * max(stack.cores.count, LEAST_POINTERS)
+
+
 def read(csr: Csr, stack: Stack, minibatches: jax.Array | None = None) -> Entries:
     """Return the entries of one device's buffers.
 
@@ -61,7 +66,7 @@ def read(csr: Csr, stack: Stack, minibatches: jax.Array | None = None) -> Entrie
             so that nothing computed from them depends on how the batch was split.
     """
     slots = csr.embedding_ids.shape[0]
-    pointers = max(stack.cores.count, LEAST_POINTERS)
+    pointers = pointers_of(stack) // stack.cores.per_device
     core, shard, inside = (
         _plain(csr.row_pointers, slots, stack.cores.per_device, pointers)
         if minibatches is None

@@ -106,7 +106,11 @@ class Trainer:
         self.engine, self.tables, self.dense, self.pipeline = engine, tables, dense, pipeline
         self.step = 0
         """Updates made."""
-        self._program = jax.jit(functools.partial(turn, engine, dense_step), donate_argnums=(0, 1))
+        self._program = jax.jit(
+            functools.partial(turn, engine, dense_step),
+            donate_argnums=(0, 1),
+            out_shardings=(engine.placing, None, None),
+        )
         self._ahead: tuple[Inputs, Activations, Any] | None = None
         self._behind: tuple[Inputs, Mapping[str, jax.Array]] | None = None
 

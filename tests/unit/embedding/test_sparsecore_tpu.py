@@ -1,0 +1,91 @@
+"""Lookups and updates through the real TPU compiler, what lowers, where it runs, what memory it takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twinstep.spec.sparsecore import SparseCoreFlags, libtpu_arguments
+from twinstep.spec.sparsecore_memory import StackShape, device_bytes
+from twinstep.worker.compile.aot import ENVIRONMENT
+
+HERE = Path(__file__).parent
+CASES = ("adagrad", "adam_minibatches", "packed_sgd", "rowwise", "ftrl_quantized")
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_tpu_embedding") is None, reason="jax-tpu-embedding is not installed"
+    ),
+]
+
+
+def compiled(topology: str, per_device: int, *cases: str, flags: str = "") -> subprocess.CompletedProcess[str]:
+    paths = [str(HERE.parents[2]), str(HERE.parents[1] / "stand_ins")]
+    environment = {**os.environ, **ENVIRONMENT, "LIBTPU_INIT_ARGS": flags, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(
+        [sys.executable, str(HERE / "sparsecore_tpu_child.py"), topology, str(per_device), *cases],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+
+
+def found(run: subprocess.CompletedProcess[str]) -> Any:
+    assert run.returncode == 0, run.stderr[-3000:]
+    return dict(json.loads(line) for line in run.stdout.splitlines())
+
+
+def test_every_way_of_updating_compiles_for_v5p_and_tables_are_updated_in_place() -> None:
+    report = found(compiled("v5p:2x2x1", 4, *CASES))
+    assert set(report) == set(CASES)
+    for case in report.values():
+        assert case["forward"]["on_sparsecores"]
+        assert case["backward"]["on_sparsecores"]
+        # Donated tables come back where they were: no copy of a table's size.
+        assert case["backward"]["alias"] >= case["backward"]["tables"]
+    assert report["packed_sgd"]["stacks"] == [[16, 5]]
+
+
+GRID: tuple[dict[str, Any], ...] = (
+    {"dim": 16, "samples": 128, "max_ids": 64, "max_unique": 64},
+    {"dim": 64, "samples": 512, "max_ids": 256, "max_unique": 256},
+    {"dim": 40, "samples": 512, "max_ids": 1024, "max_unique": 1024, "rows": 400_000, "kind": "adam"},
+)
+
+
+@pytest.mark.parametrize(("topology", "generation", "cores"), [("v5p:2x2x1", "v5p", 4), ("v6e:2x2", "v6e", 2)])
+def test_the_memory_model_holds_against_the_compiler(topology: str, generation: Any, cores: int) -> None:
+    flags = libtpu_arguments(SparseCoreFlags(detect_nan=True, serialized_tables=1)) if generation == "v6e" else ""
+    report = found(compiled(topology, cores, *map(json.dumps, GRID), flags=flags))
+    for case in GRID:
+        there = report[json.dumps(case)]
+        shape = StackShape(
+            rows=case.get("rows", 20_000),
+            slots=2 if "kind" in case else 0,
+            width=case["dim"],
+            samples_per_core=case["samples"],
+            max_ids=case["max_ids"],
+            max_unique=case["max_unique"],
+            devices=4,
+        )
+        ours = device_bytes(generation, [shape])
+        assert ours.tables == there["forward"]["tables"]
+        assert 0 <= ours.forward - there["forward"]["temp"] <= ours.margin
+        assert 0 <= ours.backward - there["backward"]["temp"] <= ours.margin
+        # A copy of a table beside the rest would show.
+        assert there["forward"]["temp"] < there["forward"]["tables"] * 1.2
+        assert ours.fits_tile
+
+
+def test_a_flag_that_libtpu_does_not_know_is_noticed() -> None:
+    assert compiled("v6e:2x2", 2, "packed_sgd", flags="--xla_sc_no_such_flag=true").returncode != 0

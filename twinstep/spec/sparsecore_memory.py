@@ -1,0 +1,174 @@
+"""How much memory embedding tables take on a SparseCore device, by generation, before anything is compiled.
+
+Tables, buffers and activations are counted exactly. What the compiler takes beside them is modelled from its own memory
+reports; `tests/unit/embedding/test_sparsecore_tpu.py` holds the model to libtpu 0.0.42.1 for v5p and v6e: never too
+low, too high by at most `DeviceBytes.margin`. What a tile holds is a rule of thumb, and held to nothing yet.
+
+Legend: N SparseCores, S of a device; W stored width; B stacked samples of a SparseCore; U max_unique_ids_per_partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Generation = Literal["v4", "v5p", "v6e", "v7x"]
+FLOAT = 4  # bytes; tables, slots and activations are float32
+ROW_ALIGN = 8  # float32 of a row, and rows of a shard: 32 bytes; jax-tpu-embedding, round_up_dim_and_vocab_size
+COO_BYTES = 12  # of a slot: embedding id, sample id, gain; jax-tpu-embedding's padded CSR
+LANES = 128  # float32 of a TensorCore's row: narrower rows are padded to it
+KIB, GIB = 1 << 10, 1 << 30
+RESERVED = 64 * KIB  # that a program with SparseCore work takes in any case; measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseCoreFacts:
+    """One generation; None where nobody has published the number."""
+
+    per_device: int
+    """S: SparseCores of one JAX device."""
+    tiles: int
+    tile_bytes: int | None
+    """Memory of one tile (TileSpmem)."""
+    hbm_bytes: int
+    """HBM of one chip; v7x: of one of its two devices."""
+    copies_activations: bool
+    """Whether activations and gradients are copied between the SparseCore's layout and the TensorCore's, whose rows are
+    whole lanes. Measured for v5p (yes) and v6e (no); taken to be so for the others, which asks for more."""
+    source: str
+
+
+_GUIDE = "SparseCore deep dive for large embedding models (Google)"
+_DOCS = "cloud.google.com/tpu/docs"
+_INFO = "jax 0.12, jax/_src/tpu_info.py"
+FACTS: dict[Generation, SparseCoreFacts] = {
+    "v4": SparseCoreFacts(
+        per_device=4,
+        tiles=16,
+        tile_bytes=None,
+        hbm_bytes=32 * GIB,
+        copies_activations=True,
+        source=f"{_GUIDE}; {_DOCS}/v4",
+    ),
+    "v5p": SparseCoreFacts(
+        per_device=4,
+        tiles=16,
+        tile_bytes=512 * KIB,
+        hbm_bytes=95 * GIB,
+        copies_activations=True,
+        source=f"{_INFO}; {_DOCS}/v5p",
+    ),
+    "v6e": SparseCoreFacts(
+        per_device=2,
+        tiles=16,
+        tile_bytes=256 * KIB,
+        hbm_bytes=32 * GIB,
+        copies_activations=False,
+        source=f"{_INFO}; {_DOCS}/v6e",
+    ),
+    "v7x": SparseCoreFacts(
+        per_device=2,
+        tiles=16,
+        tile_bytes=512 * KIB,
+        hbm_bytes=96 * GIB,
+        copies_activations=True,
+        source=f"{_INFO}; {_DOCS}/tpu7x",
+    ),
+}
+"""By generation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackShape:
+    """What of a stack decides its memory."""
+
+    rows: int
+    """Logical rows of its tables."""
+    width: int
+    """Columns."""
+    samples_per_core: int
+    """B."""
+    max_ids: int
+    max_unique: int
+    """U."""
+    devices: int
+    slots: int = 0
+    """Numbers that the optimizer keeps of each value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBytes:
+    """Bytes of one device."""
+
+    tables: int
+    """Stored rows with padding, and slots: exact."""
+    inputs: int
+    """One batch's buffers at the limits: exact."""
+    activations: int
+    """Of all features, once: exact. Gradients take as much."""
+    forward: int
+    """The compiler's temporaries of a lookup."""
+    backward: int
+    """Likewise of an update."""
+    margin: int
+    """Bytes by which `forward` and `backward` may be too high: the compiler keeps small stacks on the SparseCore, which
+    the model does not count on."""
+    tile: int
+    """The most that one tile holds of one stack."""
+    tile_limit: int | None
+
+    @property
+    def hbm(self) -> int:
+        """Tables, two batches in flight, activations with their gradients, and the larger of the two stacks."""
+        return self.tables + 2 * self.inputs + 2 * self.activations + max(self.forward, self.backward)
+
+    @property
+    def fits_tile(self) -> bool | None:
+        """Whether a tile holds it; None: nobody has published how much a tile has."""
+        return None if self.tile_limit is None else self.tile <= self.tile_limit
+
+
+def device_bytes(generation: Generation, stacks: Sequence[StackShape]) -> DeviceBytes:
+    """Return what stacks take on one device of a generation.
+
+    Args:
+        generation: of the TPU.
+        stacks: all that one device holds a part of; not packed.
+    """
+    facts = FACTS[generation]
+    tables = inputs = activations = forward = backward = margin = tile = 0
+    for each in stacks:
+        count = facts.per_device * each.devices
+        width = _up(each.width, ROW_ALIGN)
+        rows = _up(each.rows, ROW_ALIGN * count) // count
+        tables += facts.per_device * rows * width * FLOAT * (1 + each.slots)
+        slots = facts.per_device * count * _up(each.max_ids, ROW_ALIGN)
+        inputs += slots * COO_BYTES + facts.per_device * max(count, ROW_ALIGN) * 4
+        samples = facts.per_device * each.samples_per_core
+        mine = samples * width * FLOAT
+        activations += mine
+        copied = samples * _up(width, LANES) * FLOAT if facts.copies_activations else 0
+        # The stack in HBM after Google's guide: (2W+1)·U·R floats forward, 3W·U·R backward. R, the compiler's count of
+        # logical replicas, is taken as the number of devices; no stack measured so far needed as much.
+        ahead = (2 * width + 1) * each.max_unique * each.devices * FLOAT
+        back = 3 * width * each.max_unique * each.devices * FLOAT
+        forward += max(copied, mine) + ahead
+        backward += copied + mine + back
+        margin += max(ahead, back) + mine
+        asked = each.max_ids * COO_BYTES + each.max_unique * (4 + width * FLOAT)
+        tile = max(tile, -(-(asked + each.samples_per_core * width * FLOAT) // facts.tiles))
+    return DeviceBytes(
+        tables=tables,
+        inputs=inputs,
+        activations=activations,
+        forward=forward + RESERVED,
+        backward=backward + RESERVED,
+        margin=margin + RESERVED,
+        tile=tile,
+        tile_limit=facts.tile_bytes,
+    )
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
