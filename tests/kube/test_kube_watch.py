@@ -13,7 +13,7 @@ from fakekube.server import FakeServer
 from twinstep.platform.scheduler.cluster import watch as watching
 from twinstep.platform.scheduler.cluster.kube_api import Access, KubeApi
 from twinstep.platform.scheduler.cluster.port import WorkloadRef
-from twinstep.platform.scheduler.cluster.watch import WATCHED, Watcher, backoff
+from twinstep.platform.scheduler.cluster.watch import WATCHED, Watcher
 
 Wait = Callable[..., Any]
 LABELS = {"app.kubernetes.io/managed-by": "twinstep", "twinstep.dev/run": "r1"}
@@ -185,10 +185,13 @@ def test_a_server_that_is_away_is_asked_ever_more_seldom(
     assert watcher.age() is None
 
 
-def test_waits_are_spread_over_the_whole_range_and_bounded() -> None:
-    waits = [[backoff(failures) for _ in range(200)] for failures in (1, 4, 50)]
+def test_waits_are_spread_over_the_whole_range_and_bounded(watcher: Watcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "BACKOFF_S", (0.5, 30.0))
+    source = watcher._sources[0]
+    waits = [[source._pause(failures) for _ in range(200)] for failures in (1, 4, 50)]
     assert [max(each) <= most for each, most in zip(waits, (1.0, 8.0, 30.0), strict=True)] == [True] * 3
     assert min(waits[2]) < 5 < 25 < max(waits[2])
+    assert source._pause(0) == 0.0
 
 
 def test_lists_of_many_pages_are_read_whole(

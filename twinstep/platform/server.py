@@ -39,6 +39,7 @@ from twinstep.platform.store.store import Store
 from twinstep.spec.errors import UnavailableError
 
 SERVER_FILE = "server.json"  # in the data directory: {"url": …, "pid": …}; there as long as the control plane is
+DATABASE_WAIT_S = 60.0  # both may have been started at once; longer, and whoever started this one is told
 _BACKLOG = 256
 _GRACE_S = 5  # for requests under way when the control plane is told to end
 
@@ -75,15 +76,15 @@ class ControlPlane:
         self.store.close()
 
 
-def assemble(settings: Settings, *, pages: bool = True) -> ControlPlane:
-    """Open the store and put the parts together; nothing runs yet.
+def assemble(settings: Settings, *, pages: bool = True, wait_s: float = 0.0) -> ControlPlane:
+    """Open the store, whose server is waited for so long, and put the parts together; nothing runs yet.
 
     Raises:
         UnavailableError: the data directory or the database cannot be used.
     """
     if settings.cluster is not None:
         check_access(settings.cluster)
-    store = Store(settings.database)
+    store = Store(settings.database, wait_s=wait_s)
     backend = LocalBackend(settings.runs_dir, command=settings.worker_command, api_url=settings.url)
     reconciler = Reconciler(
         store,
@@ -134,7 +135,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None] = lambda url: N
         listener = stack.enter_context(_listen(settings))
         settings = replace(settings, port=listener.getsockname()[1])
         stack.enter_context(_claim(settings.data_dir))
-        plane = assemble(settings, pages=pages)
+        plane = assemble(settings, pages=pages, wait_s=DATABASE_WAIT_S)
         stack.callback(plane.close)
         plane.service.accounts.prepare(settings)
         plane.start()

@@ -126,3 +126,33 @@ def test_events_told_twice_late_and_out_of_order_come_to_the_same_end(
     for name in ("a", "b"):
         ref = WorkloadRef(kind="JobSet", namespace="n", name=name)
         assert mixed.evidence("r1", ref, now=0.0) == straight.evidence("r1", ref, now=0.0)
+
+
+def test_what_is_told_of_objects_that_are_no_runs_is_no_news() -> None:
+    """Of a namespace that others use too; each piece of news is a pass over the runs."""
+    mirror = Mirror()
+
+    def event(number: int, kind: str, name: str) -> dict[str, Any]:
+        found = told(number, about=name)
+        return {**found, "involvedObject": {"uid": name, "kind": kind, "namespace": "n", "name": name}}
+
+    def admits(name: str, owner: str, version: int) -> dict[str, Any]:
+        owners = {"ownerReferences": [{"uid": owner, "kind": "JobSet", "name": owner}]}
+        return made("Workload", name, name, version, metadata=owners)
+
+    assert not mirror.put("Event", event(1, "Pod", "mine"))  # before its pod, whose coming is the news
+    assert mirror.put("JobSet", made("JobSet", "a", "a", 2))
+    assert mirror.put("Pod", made("Pod", "mine", "mine", 3))
+    assert mirror.put("Workload", admits("wl-a", "a", 4))
+    assert not mirror.put("Workload", admits("wl-other", "other", 5))
+    for number, (kind, name, news) in enumerate(
+        (
+            ("Pod", "mine", True), ("JobSet", "a", True), ("Workload", "wl-a", True), ("Pod", "other", False),
+            ("Workload", "wl-other", False), ("Node", "a", False), ("Deployment", "web", False),
+        ),
+        start=10,
+    ):  # fmt: skip
+        assert mirror.put("Event", event(number, kind, name)) is news, (kind, name)
+        assert not mirror.put("Event", event(number, kind, name))
+    seen = mirror.evidence("r1", REF, now=1.0)
+    assert {event["involvedObject"]["name"] for event in seen.events} == {"a", "wl-a", "mine"}

@@ -154,6 +154,25 @@ def test_only_so_many_runs_are_live_and_the_others_wait_in_order(planes, wait) -
     assert plane.store.run(jobs[3].run_id).reason == "waits for 2 runs ahead"
 
 
+def test_control_planes_that_share_a_queue_say_the_same_of_those_who_wait(planes, settings, wait) -> None:
+    """Each has slots of its own, and so another number of runs of its own."""
+    plane = planes(parallel=1)
+    jobs = [plane.store.create_job(JobSpec(name="sleeps")) for _ in range(4)]
+    plane.store.move(jobs[0].run_id, to=RunState.QUEUED, if_version=1, reason="", actor="other")
+    plane.store.move(jobs[0].run_id, to=RunState.STARTING, if_version=2, reason="", actor="other", home="another")
+    for _ in range(3):
+        plane.reconciler.run_once()
+    mine = [plane.store.run(job.run_id) for job in jobs]
+    assert [run.state for run in mine] == [RunState.STARTING] * 2 + [RunState.QUEUED] * 2
+    assert [run.reason for run in mine[2:]] == ["waits for 2 runs ahead", "waits for 3 runs ahead"]
+    none = Reconciler(plane.store, plane.backend, max_parallel_runs=0, every_seconds=0.05)
+    none._backend = LocalBackend(settings.data_dir / "third", command=("false",), api_url="http://127.0.0.1:9")
+    none.run_once()
+    assert [plane.store.run(job.run_id).reason for job in jobs[2:]] == [run.reason for run in mine[2:]]
+    with plane.store.database.write() as connection:  # its control plane is gone for good
+        connection.exec_driver_sql("UPDATE runs SET home = NULL, state = 'cancelled' WHERE home = 'another'")
+
+
 def test_a_queued_run_is_cancelled_without_ever_starting(planes, wait) -> None:
     plane = planes()
     first = plane.store.create_job(JobSpec(name="sleeps"))

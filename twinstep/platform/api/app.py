@@ -11,7 +11,7 @@ from starlette.routing import Match
 from twinstep import __version__
 from twinstep.platform.api import attempts, jobs, observe, sessions, stream, submits, users, webhooks, workers
 from twinstep.platform.api.access import ROUTES, RouteAccess, authorize, check_table
-from twinstep.platform.api.gate import COOKIE, Audited, LoginGate
+from twinstep.platform.api.gate import COOKIE, Audited, LoginGate, knows_whoever_asks
 from twinstep.platform.api.guard import OriginGuard, asked_once
 from twinstep.platform.api.jobs import Asked
 from twinstep.platform.api.limits import Failures
@@ -21,6 +21,7 @@ from twinstep.platform.api.sessions import Login
 from twinstep.platform.scheduler.attempts import Resize
 from twinstep.platform.scheduler.service import Readiness, Service
 from twinstep.platform.store.records import View
+from twinstep.spec.errors import UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import ReportBatch
 
@@ -57,9 +58,18 @@ async def healthz() -> Health:
 
 
 @health.get("/readyz", summary="Does it do its work?", responses={503: {"model": Readiness}})
-def readyz(service: Asked, response: Response) -> Readiness:
-    """Say whether the database answers and the scheduler passes over the runs; 503 where not."""
-    readiness = service.readiness()
+def readyz(request: Request, service: Asked, response: Response) -> Readiness:
+    """Say whether the database answers and the scheduler passes over the runs; 503 where not.
+
+    What keeps it from them names addresses: it is told where no login is asked for, or with a token.
+    """
+    try:
+        known = knows_whoever_asks(request)
+        readiness = service.readiness() if known else service.readiness().without_addresses()
+    except UnavailableError as error:
+        if service.accounts.knows() is not True:
+            raise
+        raise UnavailableError("the database does not answer", remedy="look into the control plane's log") from error
     if not readiness.ready:
         response.status_code = 503
     return readiness

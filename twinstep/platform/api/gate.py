@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from fastapi.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import cookie_parser
+from starlette.requests import Request, cookie_parser
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -164,6 +164,13 @@ async def _who(scope: Scope, service: Service) -> Principal | None:
     if found is not None and entry is not None:
         entry.actor, entry.token_id = found.user, found.token_id
     return found
+
+
+def knows_whoever_asks(request: Request) -> bool:
+    """Say whether no login is asked for, or a good token came with a request to what is open to anybody; blocks."""
+    accounts: Accounts = request.app.state.service.accounts
+    secret = bearer(request.headers)
+    return not accounts.asks_for_login() or (secret is not None and accounts.by_token(secret) is not None)
 
 
 def failed(scope: Scope, problem: str) -> TwinstepError:

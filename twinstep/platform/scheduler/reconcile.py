@@ -49,9 +49,11 @@ class Reconciler(Passes):
 
     def run_once(self) -> None:
         """Look at every run that is not final, and do the one thing each needs."""
-        runs = [run for run in self._store.live_runs(backend="local") if self._ours(run)]
+        everybodys = self._store.live_runs(backend="local")
+        runs = [run for run in everybodys if self._ours(run)]
         held = sum(run.state in ACTIVE for run in runs)
-        ahead, told = held, []
+        # Of all control planes: each says the same of a run that waits for any of them.
+        ahead, told = sum(run.state in ACTIVE for run in everybodys), []
         holders = {run.job_id for run in runs if run.state in ACTIVE}
         """Jobs with a run that has not ended: two runs of one would write the same checkpoints."""
         for run in runs:

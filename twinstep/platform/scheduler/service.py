@@ -53,6 +53,7 @@ MAX_POINTS = 10_000  # metric points one answer holds at most
 MAX_BUCKETS = 5000  # points of one line of a chart
 EXPLAINED_EVENTS = 20
 EXPLAINED_LINES = 200  # of a log: an error and what led to it
+TROUBLE = "a watch is interrupted; ask with a token for what it says"
 READY_AGE_S = 30.0  # a reconciler that has not passed for so long is stuck
 
 
@@ -67,6 +68,14 @@ class Readiness(View):
     workers go on reporting."""
     detail: str
     """What is wrong, or that nothing is."""
+
+    def without_addresses(self) -> Readiness:
+        """Return what anybody may know: not where the API server is, nor what it says."""
+        if self.cluster is None or not self.cluster.troubles:
+            return self
+        detail = "the cluster is not heard of" if "not heard of" in self.detail else self.detail
+        cluster = self.cluster.model_copy(update={"troubles": [TROUBLE]})
+        return self.model_copy(update={"cluster": cluster, "detail": detail})
 
 
 class Service:

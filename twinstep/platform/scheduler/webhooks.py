@@ -17,7 +17,6 @@ import hmac
 import ipaddress
 import json
 import logging
-import random
 import secrets
 import socket
 import threading
@@ -29,6 +28,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
+from twinstep.platform.backoff import backoff
 from twinstep.platform.settings import Settings, is_loopback
 from twinstep.platform.store.outbox import MAX_PAUSE_S, TYPES, Notice, Outbox, Webhook
 from twinstep.spec.address import web_address
@@ -78,10 +78,9 @@ def body_of(message: Notice) -> bytes:
     return json.dumps(told, separators=(",", ":")).encode()
 
 
-def pause(attempts: int, *, share: float) -> float:
-    """Return the seconds until the next try after so many; `share` from 0 to 1 is chance's part in it."""
-    longest: float = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempts - 1, 30))
-    return longest * (0.5 + 0.5 * share)
+def pause(attempts: int, *, share: float | None = None) -> float:
+    """Return the seconds until the next try after so many; `share`, from 0 to 1, is chance's part in it."""
+    return backoff(attempts, first=FIRST_PAUSE_S, longest=MAX_PAUSE_S, share=share)
 
 
 class Target:
@@ -274,8 +273,8 @@ class Messenger:
             self._outbox.put_off(
                 message,
                 problem,
-                pause_s=pause(message.attempts, share=random.random()),
-                webhook_pause_s=pause(message.failures + 1, share=random.random()),
+                pause_s=pause(message.attempts),
+                webhook_pause_s=pause(message.failures + 1),
                 drop=tired and now - message.first_tried_at > GIVE_UP_S,
             )
 

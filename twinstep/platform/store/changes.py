@@ -19,6 +19,7 @@ from typing import Any
 import psycopg
 from sqlalchemy import URL
 
+from twinstep.platform.backoff import backoff
 from twinstep.platform.store.postgresql import CONNECT_S
 
 log = logging.getLogger(__name__)
@@ -82,47 +83,57 @@ class _Wire(threading.Thread):
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._woken, self._wake = os.pipe()
+        self._open = True
         os.set_blocking(self._wake, False)
         os.set_blocking(self._woken, False)
 
     def tell(self, job_id: str) -> None:
-        """Send a notice soon."""
+        """Send a notice soon; nothing once it was stopped."""
         with self._lock:
+            if self._stopping.is_set():
+                return
             first = not self._untold
             self._untold.add(job_id)
         if first:
             self._knock()
 
     def stop(self) -> None:
-        """Send what is untold and end."""
-        self._stopping.set()
+        """Send what is untold and end. Once more changes nothing."""
+        with self._lock:
+            self._stopping.set()
         self._knock()
         self.join(timeout=10)
-        if not self.is_alive():
-            os.close(self._wake)
-            os.close(self._woken)
+        if self.is_alive():
+            return
+        with self._lock:
+            if self._open:
+                self._open = False
+                os.close(self._wake)
+                os.close(self._woken)
 
     def _knock(self) -> None:
-        with suppress(OSError):  # full: it was knocked at already
-            os.write(self._wake, b".")
+        # Under the lock, for what is closed may be another's by now: the system gives its number away again.
+        with self._lock, suppress(OSError):  # full: it was knocked at already
+            if self._open:
+                os.write(self._wake, b".")
 
     def run(self) -> None:
         """Connect, and again whenever the connection is lost."""
-        pause, told = AGAIN_S[0], False
+        failures, told = 0, False
         while not self._stopping.is_set():
             try:
                 with psycopg.connect(self._where, autocommit=True, connect_timeout=CONNECT_S) as connection:
                     connection.execute("SET application_name = 'twinstep changes'")
                     connection.execute(f"LISTEN {CHANNEL}")
                     self._missed()
-                    pause, told = AGAIN_S[0], False
+                    failures, told = 0, False
                     self._exchange(connection)
             except psycopg.Error as error:
                 if not told:  # once, not at every try until it is mended
                     told = True
                     log.warning("notices of other control planes are not heard: %s", " ".join(str(error).split()))
-                self._stopping.wait(pause)
-                pause = min(pause * 2, AGAIN_S[1])
+                failures += 1
+                self._stopping.wait(backoff(failures, first=AGAIN_S[0], longest=AGAIN_S[1]))
 
     def _exchange(self, connection: psycopg.Connection[Any]) -> None:
         while True:

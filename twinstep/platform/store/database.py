@@ -5,7 +5,10 @@ What is peculiar to one of them is in `sqlite.py` and `postgresql.py`; how eithe
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,19 +20,25 @@ from alembic.util import CommandError
 from sqlalchemy import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError
 
+from twinstep.platform.backoff import backoff
 from twinstep.platform.store import postgresql, sqlite
 from twinstep.platform.store.entry import kept_if_committed
-from twinstep.platform.store.troubles import said, translated
+from twinstep.platform.store.troubles import TransientError, said, translated
 from twinstep.spec.errors import UnavailableError
 
+log = logging.getLogger(__name__)
+WAIT_S = (0.5, 5.0)  # the first and the longest pause before a server is asked again
 SECRET_OPTIONS = ("password", "sslpassword", "passfile")  # of a URL's query: as secret as the password before the @
 
 
 class Database:
     """An engine and its transactions: `read()` and `write()`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, wait_s: float = 0.0) -> None:
         """Open the database at `url` and run the migrations.
+
+        Args:
+            wait_s: how long a server that does not answer yet is waited for.
 
         Raises:
             UnavailableError: the place cannot be made, read or written, or a newer Twinstep wrote the database.
@@ -47,16 +56,30 @@ class Database:
             self._reads = postgresql.reads(self._engine)
         self._writes: Engine = self._engine.execution_options(twinstep_writes=True)
         try:
-            with self.write() as connection:
-                if self.dialect == "postgresql":
-                    postgresql.wait_to_migrate(connection)
-                _migrate(connection)
+            self._bring_up_to_date(wait_s)
         except (UnavailableError, DatabaseError) as error:
             self._engine.dispose()
             sqlite.unmake(made)
             problem = error.problem if isinstance(error, UnavailableError) else said(error)
             remedy = error.remedy if isinstance(error, UnavailableError) else "give another data directory (--data-dir)"
             raise UnavailableError(f"the database {self.where} cannot be used: {problem}", remedy=remedy) from None
+
+    def _bring_up_to_date(self, wait_s: float) -> None:
+        ends = time.monotonic() + wait_s
+        for failures in itertools.count(1):
+            try:
+                with self.write() as connection:
+                    if self.dialect == "postgresql":
+                        postgresql.wait_to_migrate(connection)
+                    _migrate(connection)
+                return
+            except TransientError as error:
+                pause = backoff(failures, first=WAIT_S[0], longest=WAIT_S[1])
+                if self.dialect == "sqlite" or time.monotonic() + pause > ends:
+                    raise
+                left = ends - time.monotonic()
+                log.warning("waiting for the database %s, %.0f s at most: %s", self.where, left, error.problem)
+                time.sleep(pause)
 
     @property
     def dialect(self) -> str:

@@ -47,13 +47,13 @@ _JOB = select_jobs().where(JobRow.id == bindparam("job_id"))
 class Store:
     """The control plane's memory, on one database."""
 
-    def __init__(self, url: str) -> None:
-        """Open the database at `url`, making or migrating its tables.
+    def __init__(self, url: str, *, wait_s: float = 0.0) -> None:
+        """Open the database at `url`, making or migrating its tables; wait so long for a server that is away.
 
         Raises:
             UnavailableError: it cannot be used.
         """
-        self._database = Database(url)
+        self._database = Database(url, wait_s=wait_s)
         self.changes = Changes()
         self.series = SeriesReader(self._database)
         """Metrics as charts want them."""

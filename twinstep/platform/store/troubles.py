@@ -8,7 +8,6 @@ same twice.
 from __future__ import annotations
 
 import functools
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import ParamSpec, TypeVar
 from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from twinstep.platform.backoff import backoff
 from twinstep.spec.errors import NotFoundError, UnavailableError
 
 P = ParamSpec("P")
@@ -146,7 +146,7 @@ def again(method: Callable[P, T]) -> Callable[P, T]:
             except TransientError:
                 if time.monotonic() - started > PATIENCE_S:
                     raise
-                time.sleep(FIRST_PAUSE_S * 2 ** (number - 1) * random.uniform(0.5, 1.5))
+                time.sleep(backoff(number, first=FIRST_PAUSE_S, longest=PATIENCE_S, spread=(0.5, 1.5)))
         return method(*args, **kwargs)
 
     return tried

@@ -49,7 +49,10 @@ class Mirror:
     # ---- what the watches tell ----
 
     def put(self, kind: str, found: Object) -> bool:
-        """Take in an object as it is now; return whether that is news."""
+        """Take in an object as it is now; return whether that is news of a run.
+
+        An event, or Kueue's Workload, that comes before what it is about is none yet: that one will be.
+        """
         metadata = found["metadata"]
         version = metadata.get("resourceVersion") or ""
         with self._lock:
@@ -68,7 +71,7 @@ class Mirror:
                 return False
             self._objects[kind][key] = trimmed(kind, found)
             self._index(kind, key, found)
-            return True
+            return self._is_ours(kind, key)
 
     def remove(self, kind: str, found: Object) -> bool:
         """Take in that an object is gone; return whether that is news."""
@@ -209,7 +212,8 @@ class Mirror:
             self._deleted.popitem(last=False)
 
     def _put_event(self, found: Object) -> bool:
-        about = (found.get("involvedObject") or {}).get("uid") or ""
+        involved = found.get("involvedObject") or {}
+        about = involved.get("uid") or ""
         told = self._events.setdefault(about, OrderedDict())
         self._events.move_to_end(about)
         uid = found["metadata"]["uid"]
@@ -224,7 +228,16 @@ class Mirror:
             told.popitem(last=False)
         while len(self._events) > EVENT_OBJECTS:
             self._events.popitem(last=False)
-        return True
+        return self._is_ours(involved.get("kind") or "", (involved.get("namespace") or "", involved.get("name") or ""))
+
+    def _is_ours(self, kind: str, key: Key) -> bool:
+        """Say whether an object is held, and belongs to a run: of Kueue's Workloads, which all are, some do not."""
+        known = self._objects.get(kind, {}).get(key)
+        if known is None or kind != "Workload":
+            return known is not None
+        owners = known["metadata"].get("ownerReferences") or ()
+        ours = (self._objects.get(each.get("kind"), {}).get((key[0], each.get("name"))) for each in owners)
+        return any(each is not None for each in ours)
 
 
 def newer(given: str | None, known: str | None) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+
+from twinstep.platform.backoff import backoff
 
 FIRST_S = 1.0
 LONGEST_S = 60.0
@@ -15,7 +16,7 @@ LONGEST_S = 60.0
 class _Wait:
     since: float
     """Of the first failure in a row."""
-    delay: float
+    failures: int
     until: float
 
 
@@ -34,16 +35,16 @@ class Patience:
     def hold(self, run_id: str, what: str, seconds: float) -> None:
         """Do not try for so long: it was asked for, and takes its time."""
         now = self._clock()
-        self._waits[run_id, what] = _Wait(since=now, delay=FIRST_S, until=now + seconds)
+        self._waits[run_id, what] = _Wait(since=now, failures=1, until=now + seconds)
 
     def failed(self, run_id: str, what: str) -> float:
         """Note a failure; return for how many seconds it has been failing."""
         now = self._clock()
         wait = self._waits.get((run_id, what))
-        delay = FIRST_S if wait is None else min(2 * wait.delay, LONGEST_S)
+        failures = 1 if wait is None else wait.failures + 1
         since = now if wait is None else wait.since
-        # Between half and all of it: runs that failed together do not come back together.
-        self._waits[run_id, what] = _Wait(since=since, delay=delay, until=now + delay * random.uniform(0.5, 1.0))
+        delay = backoff(failures, first=FIRST_S, longest=LONGEST_S)
+        self._waits[run_id, what] = _Wait(since=since, failures=failures, until=now + delay)
         return now - since
 
     def worked(self, run_id: str, what: str) -> None:

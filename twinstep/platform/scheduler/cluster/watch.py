@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from twinstep.platform.backoff import backoff
 from twinstep.platform.scheduler.cluster.evidence import Evidence
 from twinstep.platform.scheduler.cluster.kube_api import ExpiredError, KubeApi, Stream
 from twinstep.platform.scheduler.cluster.mirror import MANAGED, Mirror, newer
@@ -36,15 +37,6 @@ PAGE = 500
 MAX_LINE = 8 * 1024 * 1024  # bytes of one event of a watch; an object has 1.5 MiB at most
 BACKOFF_S = (0.5, 30.0)  # first and longest
 OLD_LISTS = 5  # in a row, and the API server was set back to an older state: it is believed then
-
-
-def backoff(failures: int) -> float:
-    """Return the seconds to wait after so many failures in a row: anything up to a bound that doubles.
-
-    All of the range, so that many who failed together do not come back together.
-    """
-    first, longest = BACKOFF_S
-    return random.uniform(0.0, min(longest, first * 2 ** min(failures, 16)))
 
 
 class Watcher:
@@ -175,7 +167,13 @@ class Source:
             # A watch that ends at once is as good as refused, whatever ended it.
             lasted = time.monotonic() - began
             failures = failures + 1 if lasted < min(1.0, self._watcher.watch_seconds / 4) else 0
-            self._watcher.stopping.wait(backoff(failures) if failures or self.trouble else 0.0)
+            self._watcher.stopping.wait(self._pause(failures))
+
+    def _pause(self, failures: int) -> float:
+        if not failures and not self.trouble:
+            return 0.0
+        # All of the range: whole control planes fail together here.
+        return backoff(failures + 1, first=BACKOFF_S[0], longest=BACKOFF_S[1], spread=(0.0, 1.0))
 
     def _tell(self, error: Exception) -> None:
         if self._watcher.stopping.is_set():
