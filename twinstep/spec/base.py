@@ -1,4 +1,4 @@
-"""What every part of a spec is made of: the base class and the strict numbers."""
+"""What every part of a spec is made of: the base class, the strict numbers and names."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ INT32_MAX = 2**31 - 1
 # around it from the JSON Schema.
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Count = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
+FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
+"""Of a table, a feature, a task or a column."""
 
 
 class Spec(BaseModel):

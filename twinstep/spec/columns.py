@@ -7,34 +7,33 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from twinstep.spec.base import Spec
+from twinstep.spec.base import FieldName, Spec
 
-ColumnName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
 MAX_ACTIONS = 31  # bits of an action word: what fits int32 and is not negative
 
 
 class ColumnsSpec(Spec):
     """Columns of the files of `dataset: parquet`; other datasets ignore them."""
 
-    user: ColumnName = "user_id"
+    user: FieldName = "user_id"
     """Who: whole number or text."""
-    item: ColumnName = "item_id"
+    item: FieldName = "item_id"
     """What: whole number or text; the first item feature, and the name of its table."""
-    time: ColumnName = "timestamp"
+    time: FieldName = "timestamp"
     """When: a timestamp, or a whole number of `time_unit` since 1970."""
     time_unit: Literal["s", "ms", "us", "ns"] = "s"
     """Unit of a time that is a whole number."""
     time_order: Literal["any", "rising"] = "any"
     """`rising`: a row earlier than any before it is a bad one; `any`: rows are sorted by time."""
-    rating: ColumnName | None = "rating"
+    rating: FieldName | None = "rating"
     """A number; gives the task `liked` by `data.label_threshold`."""
-    actions: Annotated[tuple[ColumnName, ...], Field(max_length=MAX_ACTIONS, validate_default=True)] = ()
+    actions: Annotated[tuple[FieldName, ...], Field(max_length=MAX_ACTIONS, validate_default=True)] = ()
     """Columns of 0 and 1 (or booleans): column i is bit i of the action word, and a task of its own."""
-    watch: ColumnName | None = None
+    watch: FieldName | None = None
     """Seconds watched; gives the regression `watch_time`, for `data.tasks` to ask for."""
-    user_features: tuple[ColumnName, ...] = ()
+    user_features: tuple[FieldName, ...] = ()
     """Ids that describe the user, one table each; none: the user's own id."""
-    item_features: tuple[ColumnName, ...] = ()
+    item_features: tuple[FieldName, ...] = ()
     """Further ids that describe the item, one table each."""
 
     @field_validator("actions")

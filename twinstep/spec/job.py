@@ -12,7 +12,7 @@ from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
-from twinstep.spec.base import INT32_MAX, Count, Number, Spec
+from twinstep.spec.base import INT32_MAX, Count, FieldName, Number, Spec
 from twinstep.spec.columns import ColumnsSpec
 from twinstep.spec.model import DLRMv3Spec, Model
 from twinstep.spec.sparsecore import GENERATIONS, SparseCoreFlags
@@ -20,7 +20,6 @@ from twinstep.spec.synthetic import SyntheticSpec
 
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_MAX = 40  # leaves room for the suffixes that JobSet and Ray add to a 63-character DNS label
-TableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
 DatasetName = Literal["ml-100k", "ml-1m", "ml-20m", "kuairand-1k", "parquet", "synthetic", "synthetic-clicks", "criteo"]
 DATASETS_OF_FILES = ("ml-1m", "ml-20m", "kuairand-1k", "parquet", "criteo")
 """Datasets that are read from `data.path`; the others need no files of the user's."""
@@ -48,13 +47,13 @@ class DataSpec(Spec):
     """Folder of the dataset's files: a whole local path or an fsspec URI; for datasets that are not shipped."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that breaks its format: `error` names it and ends the run; `skip` leaves it out and reports a count."""
-    tasks: tuple[TableName, ...] | None = None
+    tasks: tuple[FieldName, ...] | None = None
     """What is predicted, of the dataset's tasks; null: all its binary ones."""
-    features: tuple[TableName, ...] | None = None
+    features: tuple[FieldName, ...] | None = None
     """Features that the model sees, of the dataset's; null: all. The item's own id is always one."""
     columns: ColumnsSpec = ColumnsSpec()
     """Columns of the files of `dataset: parquet`."""
-    hash_rows: dict[TableName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
+    hash_rows: dict[FieldName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
     """Tables of `parquet` whose ids are hashed into so many rows; the others are numbered. Of `criteo` C1 to C26."""
     cache_dir: DataPath | None = None
     """Local folder that keeps `criteo` as arrays for later runs, 170 bytes a row; null: made anew for each run."""
@@ -74,7 +73,7 @@ class DataSpec(Spec):
     """UIH tokens per sample on average: a batch holds exactly batch_size × uih_budget; null means uih_len."""
     num_candidates: Annotated[StrictInt, Field(ge=1, le=1024)] = 8
     """K: candidate slots per sample."""
-    rows: dict[TableName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
+    rows: dict[FieldName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
     """Rows of a table by name, where more are wanted than the dataset needs."""
     synthetic_events: Annotated[StrictInt, Field(ge=100, le=10_000_000)] = 20_000
     """Events, or rows, of a synthetic dataset; other datasets ignore it."""
