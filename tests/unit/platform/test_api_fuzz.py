@@ -81,12 +81,13 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
 SAID_ELSEWHERE = {
     "/v1/jobs",
     "/v1/jobs:plan",
+    "/v1/jobs/{job_id}/resize",
     "/v1/webhooks",
     "/v1/tokens",
     "/v1/projects/{project}/members/{user}",
     "/v1/jobs/{job_id}/stream",
 }
-"""What a schema cannot say (rules between fields, what this control plane has, names that are taken) is refused too."""
+"""What a schema cannot say (rules between fields, what this plane has, what a job is for, taken names) is refused too."""
 
 
 def check(fuzzed: Fuzzed, case: Any, token: str | None) -> None:
