@@ -87,7 +87,7 @@ SAID_ELSEWHERE = {
     "/v1/projects/{project}/members/{user}",
     "/v1/jobs/{job_id}/stream",
 }
-"""What a schema cannot say (rules between fields, what this plane has, what a job is for, taken names) is refused too."""
+"""What a schema cannot say (rules between fields, what is here, what a job is for, names taken) is refused too."""
 
 
 def check(fuzzed: Fuzzed, case: Any, token: str | None) -> None:
