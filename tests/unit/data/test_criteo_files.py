@@ -83,6 +83,15 @@ def test_files_are_read_in_order_plain_or_compressed_and_others_left_alone(tmp_p
         load(tmp_path, hash_rows={"C27": 10})
 
 
+def test_days_are_in_the_order_of_their_numbers_so_that_the_last_are_held_out(tmp_path: Path) -> None:
+    for day in range(24):
+        write(tmp_path / (f"day_{day}.gz" if day % 3 else f"day_{day}"), [line(day % 2, {1: day})])
+    data = load(tmp_path)
+    assert np.round(np.expm1(data.rows.dense[:, 0])).tolist() == list(range(24))
+    assert data.train.max() == 11
+    assert data.eval.min() == 12
+
+
 BAD = [
     (line(2), "label '2', not a whole number in 0..1"),
     (line(1, categories={3: "xyz"}), "has C3 'xyz', not 8 hexadecimal digits"),

@@ -158,3 +158,18 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 def test_numbers_at_the_edges_of_int64_are_read() -> None:
     data = f"n,x,t\n{-(2**63)},0,a\n{2**63 - 1},0,b\n".encode()
     assert read(data, BadRows(), 100)["n"].tolist() == [np.iinfo(np.int64).min, np.iinfo(np.int64).max]
+
+
+@pytest.mark.parametrize("text", [b"\n", b"\n\n\n", b"\r\n\r\n", b"\xef\xbb\xbf\n\n", b"\n" * 300])
+@pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 20])
+def test_a_file_of_blank_lines_is_an_empty_one(text: bytes, chunk_bytes: int) -> None:
+    with pytest.raises(DataError, match=r"x.csv lacks the column 'n': it is empty"):
+        read(text, BadRows(policy="skip"), chunk_bytes)
+    found = read(text + b"n,x,t\n1,2,a\n", BadRows(), chunk_bytes)
+    assert (found["n"].tolist(), found["row"].tolist()) == ([1], [text.count(b"\n") + 2])
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 20])
+def test_a_first_line_that_names_no_columns_is_named_with_its_row(chunk_bytes: int) -> None:
+    with pytest.raises(DataError, match=r"x.csv row 3 has a quotation mark .*, and names no columns"):
+        read(b'\n\n"n,x,t\n1,2,a\n', BadRows(policy="skip"), chunk_bytes)

@@ -202,6 +202,45 @@ def test_rows_out_of_time_order_are_bad_where_the_spec_says_so(tmp_path: Path) -
         assert bad.count == 4
 
 
+@pytest.mark.parametrize(
+    "bad", [{"timestamp": 1704067200000}, {"timestamp": 500, "rating": math.nan}, {"timestamp": 500, "user_id": None}]
+)
+@pytest.mark.parametrize("batch_rows", [1, 2, 100])
+def test_a_bad_row_says_nothing_of_the_order_of_time(tmp_path: Path, bad: dict[str, Any], batch_rows: int) -> None:
+    rows = {"user_id": [1] * 6, "item_id": [2] * 6, "timestamp": [10, 20, 0, 30, 25, 40], "rating": [3.0] * 6}
+    table = {name: [*values[:2], bad.get(name, values[2]), *values[3:]] for name, values in rows.items()}
+    folder = write(tmp_path / "a.parquet", table, row_group_size=4)
+    found = BadRows(policy="skip")
+    spec = spec_for(folder, columns={"time_order": "rising"})
+    events, _ = read_parquet(open_folder(str(folder)), spec, found, batch_rows=batch_rows)
+    assert events.time.tolist() == [10, 20, 30, 40]
+    assert found.count == 2
+    assert str(found.first[1]) == "a.parquet row group 1, row 1 has the time 25, before 30 of an earlier row"
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_a_text_that_is_not_utf8_is_a_bad_row(tmp_path: Path, kind: pa.DataType) -> None:
+    raw = pa.array([b"ann", b"\xff\xfe", b"bob", "\u00e9".encode()])
+    size = np.int64 if kind == pa.large_string() else np.int32
+    offsets = pa.py_buffer(np.frombuffer(raw.buffers()[1], np.int32)[:5].astype(size).tobytes())
+    text = pa.large_string() if kind == pa.large_string() else pa.string()
+    users = pa.Array.from_buffers(text, 4, [None, offsets, raw.buffers()[2]])
+    folder = write(tmp_path / "a.parquet", PLAIN | {"user_id": users.cast(kind) if kind != text else users})
+    with pytest.raises(DataError, match=r"a.parquet row group 0, row 2 has a user_id that is not UTF-8"):
+        load(folder)
+    data = load(folder, on_bad_row="skip")
+    assert (data.left_out.count, len(data.events)) == (1, 3)
+    keys = text_keys(pa.array(["ann", "bob", "\u00e9"]))
+    assert data.events.user.tolist() == np.argsort(np.argsort(keys)).tolist()
+
+
+def test_parts_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for part in (0, 1, 2, 9, 10, 11, 100):
+        rows = {"user_id": [1], "item_id": [2], "timestamp": [1000 + part], "rating": [3.0]}
+        write(tmp_path / f"hour={part}/part-{part}.parquet", rows)
+    assert len(load(tmp_path, columns={"time_order": "rising"}).events) == 7
+
+
 def test_files_that_are_cut_off_or_of_the_wrong_form_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", PLAIN, row_group_size=2) / "a.parquet"
     whole = path.read_bytes()

@@ -90,6 +90,12 @@ class CheckedRows:
         self._why = np.zeros(len(rows), dtype=np.int16)  # number of what is wrong with a row, 0: nothing
         self._problems: list[Callable[[int], str]] = []
 
+    @property
+    def good(self) -> NDArray[np.bool_]:
+        """[N] bool: rows that nothing was found wrong with so far."""
+        good: NDArray[np.bool_] = self._why == 0
+        return good
+
     def reject(self, wrong: NDArray[np.bool_], problem: Callable[[int], str]) -> None:
         """Mark rows as bad. `problem` says what is wrong with the row at a position."""
         if wrong.any():
@@ -115,6 +121,6 @@ class CheckedRows:
         bad.kept += len(self.rows) - len(wrong)
         if not len(wrong):
             return columns
-        good = self._why == 0
+        good = self.good
         return {name: values.filter(pa.array(good)) if isinstance(values, pa.Array) else values[good]
                 for name, values in columns.items()}  # fmt: skip

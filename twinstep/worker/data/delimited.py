@@ -62,7 +62,7 @@ class Chunk(CheckedRows):
             return column.cast(pa.string())
         except pa.ArrowInvalid:
             values = column.to_pylist()
-            good = np.array([_is_text(value) for value in values], dtype=bool)
+            good = np.array([is_text(value) for value in values], dtype=bool)
             self.reject(~good, lambda i: f"has a {_plain(name)} that is not UTF-8")
             return pa.array([value.decode() if fine else "" for value, fine in zip(values, good, strict=True)])
 
@@ -152,8 +152,12 @@ def read_delimited(
         for block in blocks(stream, name=file.name, chunk_bytes=chunk_bytes, quoted=form.quoted):
             text, rows, bad = block.text, block.rows, list(block.bad)
             if not names:
+                if bad and (not len(rows) or bad[0][0] < rows[0]):
+                    raise DataError(
+                        f"{file.name} row {bad[0][0]} {bad[0][1]}, and names no columns", remedy="mend the header"
+                    )
                 if not len(rows):
-                    raise DataError(f"{file.name} row 1 {bad[0][1]}, and names no columns", remedy="mend the header")
+                    continue  # blank lines only, so far
                 header, _, text = text.partition(b"\n")
                 rows, names = rows[1:], _header(header, form, file.name, wanted)
             none = False
@@ -275,7 +279,8 @@ def _all_ascii(column: pa.Array) -> bool:
     return buffer is None or bool((np.frombuffer(buffer, dtype=np.uint8) < 128).all())
 
 
-def _is_text(value: bytes) -> bool:
+def is_text(value: bytes) -> bool:
+    """Return whether bytes are UTF-8."""
     try:
         value.decode()
     except UnicodeDecodeError:

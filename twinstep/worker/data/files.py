@@ -6,6 +6,7 @@ Readers ask for a `Folder`, then for its files by name or pattern. Nothing here 
 from __future__ import annotations
 
 import fnmatch
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,8 +78,18 @@ class _Bounded:
         return piece
 
 
+def natural(name: str) -> tuple[list[str | int], str]:
+    """Return what names are sorted by: digits within them count as numbers, so that day_2 comes before day_10."""
+    parts = re.split("([0-9]+)", name)  # texts at even places, digits at odd ones
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)], name
+
+
 def _last(name: str) -> str:
     return name.rsplit("/", 1)[-1]
+
+
+def _home(name: str) -> str:
+    return name.rpartition("/")[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -88,7 +99,7 @@ class Folder:
     called: str
     """What it is called in errors: `data.path 'ratings/'`."""
     names: tuple[str, ...]
-    """Names of all files below it, `/` between folders, sorted."""
+    """Names of all files below it, `/` between folders, in the order of `natural`."""
     root: str
     fs: fsspec.AbstractFileSystem
 
@@ -101,7 +112,7 @@ class Folder:
         return self.files(name, layout=layout)[0]
 
     def files(self, *patterns: str, layout: str = "") -> list[DataFile]:
-        """Return the files whose names fit one of the shell patterns, plain or with .gz, sorted.
+        """Return the files whose names fit one of the shell patterns, plain or with .gz, in the order of `natural`.
 
         They may stand in a folder below; of several the first and least deep one counts, so that a copy of the data
         beside it is not read as more of it.
@@ -114,8 +125,8 @@ class Folder:
         fitting = [each for each in self.names if any(fnmatch.fnmatchcase(_last(each), one) for one in wanted)]
         if not fitting:
             raise self.lacks(" or ".join(patterns), layout=layout)
-        home = min((each.count("/"), each.rpartition("/")[0]) for each in fitting)[1]
-        found = [each for each in fitting if each.rpartition("/")[0] == home]
+        home = _home(min(fitting, key=lambda each: (each.count("/"), natural(_home(each)))))
+        found = [each for each in fitting if _home(each) == home]
         twice = [each for each in found if f"{each}.gz" in found]
         if twice:
             raise DataError(
@@ -124,7 +135,7 @@ class Folder:
         return [self._open(each) for each in found]
 
     def all_files(self, *endings: str) -> list[DataFile]:
-        """Return all files at any depth whose names have one of these endings, sorted; hidden ones are left out."""
+        """Return all files at any depth whose names have one of these endings; hidden ones are left out."""
         hidden = {each for each in self.names if any(part[:1] in "._" for part in each.split("/"))}
         return [self._open(each) for each in self.names if each.endswith(endings) and each not in hidden]
 
@@ -172,4 +183,4 @@ def open_folder(path: str, *, called: str = "data.path") -> Folder:
         ) from None
     except OSError as error:
         raise DataError(f"{where} cannot be listed: {error}", remedy="see that it can be read") from None
-    return Folder(called=where, names=tuple(sorted(found)), root=root, fs=fs)
+    return Folder(called=where, names=tuple(sorted(found, key=natural)), root=root, fs=fs)

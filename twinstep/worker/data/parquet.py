@@ -20,7 +20,7 @@ from twinstep.spec.columns import ColumnsSpec
 from twinstep.spec.errors import DataError
 from twinstep.spec.job import DataSpec
 from twinstep.worker.data.badrows import BadRows, CheckedRows, Column
-from twinstep.worker.data.delimited import gather
+from twinstep.worker.data.delimited import gather, is_text
 from twinstep.worker.data.events import (
     INT32_MAX,
     STARS,
@@ -60,7 +60,7 @@ def read_parquet(
     files = folder.all_files(*ENDINGS)
     if not files:
         raise folder.lacks("a Parquet file", layout=f"files that end in {', '.join(ENDINGS)}")
-    newest = np.zeros(1, dtype=np.int64)  # latest time of any row so far
+    newest = np.zeros(1, dtype=np.int64)  # latest time of any good row so far
     parts = (part for file in files for part in _file(file, columns, bad, newest, batch_rows))
     return _events(gather(parts), spec, folder.called + (f" ({bad.summary()})" if bad.count else ""))
 
@@ -131,11 +131,6 @@ class _Batch(CheckedRows):
         """Return the good rows: keys of ids by column, and time, rating, watch, actions where the spec has them."""
         out: dict[str, Column] = {f"key {name}": self._keys(name) for name in columns.id_names}
         time = self._times(columns)
-        if columns.time_order == "rising":
-            before = np.maximum.accumulate(np.concatenate((newest, time)))
-            late = before[:-1]
-            self.reject(time < late, lambda i: f"has the time {time[i]}, before {late[i]} of an earlier row")
-            newest[0] = before[-1]
         out["time"] = time
         if columns.rating is not None:
             out["rating"] = self._floats(columns.rating, "rating")
@@ -144,7 +139,16 @@ class _Batch(CheckedRows):
         if columns.actions:
             bits = [self._whole(name, low=0, high=1) << place for place, name in enumerate(columns.actions)]
             out["actions"] = np.bitwise_or.reduce(bits)
+        if columns.time_order == "rising":
+            self._in_order(time, newest)
         return self.keep(bad, **out)
+
+    def _in_order(self, time: Ints, newest: Ints) -> None:
+        """Reject rows earlier than a good one before them; comes last, for the time of a bad row says nothing."""
+        so_far = np.maximum.accumulate(np.concatenate((newest, np.where(self.good, time, 0))))
+        late = so_far[:-1]
+        self.reject(time < late, lambda i: f"has the time {time[i]}, before {late[i]} of an earlier row")
+        newest[0] = so_far[-1]
 
     def _column(self, name: str) -> pa.Array:
         """Return a column decoded; a row without a value is a bad one."""
@@ -171,7 +175,15 @@ class _Batch(CheckedRows):
         column = self._column(name)
         if pa.types.is_integer(column.type):
             return self._whole(name, low=-INT64_MAX - 1, high=INT64_MAX)
-        return text_keys(pc.fill_null(column, ""))
+        column = pc.fill_null(column, "")
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid:
+            raw = column.cast(pa.large_binary())
+            good = np.array([is_text(value) for value in raw.to_pylist()], dtype=bool)
+            self.reject(~good, lambda i: f"has a {name} that is not UTF-8")
+            column = pc.if_else(pa.array(good), raw, pa.scalar(b"", raw.type)).cast(pa.large_string())
+        return text_keys(column)
 
     def _times(self, columns: ColumnsSpec) -> Ints:
         column = self._column(columns.time)
