@@ -3,7 +3,8 @@
 A lease is a small object that its holder writes anew every BEAT_S with a count. Whoever else wants the place watches
 for LEASE_S, on its own clock, whether the object changes: no two clocks are ever compared, so skew between hosts does
 nothing. A later attempt of the same job takes over at once, since the control plane starts one only when the one before
-has ended; should that one live on, it finds the lease another's before its next commit, and writes no more.
+has ended; should that one live on, it finds the lease another's before its next checkpoint and before each commit, and
+writes no more. What it wrote till then lies under names of its own, and never where its successor writes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import uuid
 from collections.abc import Callable
 from typing import Protocol
 
-from twinstep.spec.errors import UnavailableError
+from twinstep.spec.errors import TwinstepError, UnavailableError
 from twinstep.worker.checkpoint.errors import TakenError
-from twinstep.worker.checkpoint.place import LocalPlace, Place
+from twinstep.worker.checkpoint.place import LocalPlace, Place, unavailable
 
 BEAT_S = 5.0
+SETTLE_S = 1.0  # of two that took a lease at once, who wrote last has it: as long as a write may take to be seen
 LEASE_S = 20.0  # four beats: a holder that is slow is not taken for one that is gone
 LEASE = "lease.json"
 LOCK = "lock"
@@ -30,6 +32,9 @@ LOCK = "lock"
 
 class Hold(Protocol):
     """The right to write to a place."""
+
+    writer: str
+    """End of the names of what its holder writes, where two may write at once; empty where nobody else can."""
 
     def check(self) -> None:
         """Raise TakenError unless it still holds."""
@@ -46,6 +51,8 @@ class LocalHold:
         UnavailableError: the directory cannot be made or written.
     """
 
+    writer = ""
+
     def __init__(self, place: LocalPlace, owner: str) -> None:
         try:
             place.path.mkdir(parents=True, exist_ok=True)
@@ -61,8 +68,15 @@ class LocalHold:
             holder = os.pread(self._fd, 200, 0).decode(errors="replace").strip() or "another process"
             os.close(self._fd)
             raise taken(place, holder) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, owner.encode()[:200], 0)
+        except OSError as error:
+            os.close(self._fd)
+            raise UnavailableError(
+                f"the directory {place.url} cannot be locked: {error.strerror}",
+                remedy="set checkpoint.path to a directory on a file system with locks, or to a URI",
+            ) from error
+        with contextlib.suppress(OSError):  # words for others only: a full disk may have room later
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, owner.encode()[:200], 0)
 
     def check(self) -> None:
         """Do nothing: the kernel lets nobody else have it."""
@@ -79,6 +93,7 @@ class Lease:
 
     Raises:
         TakenError: its holder is alive.
+        UnavailableError: it cannot be read or written.
     """
 
     def __init__(
@@ -95,9 +110,15 @@ class Lease:
         """`lineage` names the job, of which `attempt` supersedes those with lower numbers."""
         self._place, self._owner, self._beat_s = place, owner, beat_s
         self._lineage, self._attempt, self._nonce, self._count = lineage, attempt, uuid.uuid4().hex, 0
+        self.writer = self._nonce[:8]
         self._lost: str | None = None
         self._end = threading.Event()
-        self._take(lease_s, sleep)
+        try:
+            self._take(lease_s, sleep)
+        except TwinstepError:
+            raise
+        except Exception as error:  # OSError, or whatever the client of a store raises
+            raise unavailable(place.url, error) from error
         self._thread = threading.Thread(target=self._beats, name="checkpoint lease", daemon=True)
         self._thread.start()
 
@@ -114,14 +135,16 @@ class Lease:
                 if now != before:
                     raise taken(self._place, _field(now, "owner") or "another process")
         self._beat()
-        sleep(min(self._beat_s, 1.0) if before is not None else 0.0)  # two that took it at once: who wrote last has it
+        sleep(min(self._beat_s, SETTLE_S))
         self.check()
 
     def _supersedes(self, lease: bytes) -> bool:
         if _field(lease, "released") == "True":
             return True
         same = bool(self._lineage) and _field(lease, "lineage") == self._lineage
-        return same and int(_field(lease, "attempt") or 0) < self._attempt
+        attempt = _field(lease, "attempt") or "0"
+        sound = attempt.isascii() and attempt.isdecimal() and len(attempt) < 19
+        return same and sound and int(attempt) < self._attempt
 
     def _beat(self, *, released: bool = False) -> None:
         self._count += 1

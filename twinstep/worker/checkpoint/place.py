@@ -141,7 +141,7 @@ class UriPlace:
         """Open the file system.
 
         Raises:
-            UnavailableError: fsspec knows no such scheme, or lacks the package for it.
+            UnavailableError: fsspec knows no such scheme, lacks the package for it, or finds no way there.
         """
         self.url = url.rstrip("/")
         self._fs, self._root = _open_filesystem(self.url)
@@ -211,7 +211,7 @@ def open_place(where: str | Path) -> LocalPlace | UriPlace:
     """Return the place that a path or URI names; nothing is made there yet.
 
     Raises:
-        UnavailableError: there is no way to a URI of that scheme.
+        UnavailableError: there is no way to that URI.
     """
     parts = urlsplit(str(where))
     if not parts.scheme or parts.scheme in ("file", "local"):
@@ -230,7 +230,24 @@ def _open_filesystem(url: str) -> tuple[Any, str]:
             f"checkpoints cannot go to {url}: {error}",
             remedy="give a local directory, or install the fsspec file system for that scheme (s3fs, gcsfs, adlfs)",
         ) from None
+    except Exception as error:  # a server that does not answer, credentials that are missing
+        raise unavailable(url, error) from error
     return filesystem, str(root).rstrip("/")
+
+
+def unavailable(where: str, error: Exception) -> UnavailableError:
+    """Return the error that says why a place cannot be used."""
+    return UnavailableError(
+        f"checkpoints in {where} cannot be reached: {in_words(error)}",
+        remedy="see that it is there and that this process may read and write it, or set another checkpoint.path",
+    )
+
+
+def in_words(error: Exception) -> str:
+    """Return what a file system, or the client of a store, says is wrong."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 def _write(path: Path, parts: Sequence[Buffer]) -> None:

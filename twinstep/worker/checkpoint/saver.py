@@ -25,10 +25,10 @@ from twinstep.worker.checkpoint.errors import DamagedError, TakenError
 from twinstep.worker.checkpoint.keep import Keep, to_remove
 from twinstep.worker.checkpoint.lease import Hold, hold
 from twinstep.worker.checkpoint.manifest import MANIFEST, Manifest, Piece, by_file, lay_out, rows_as_bytes
-from twinstep.worker.checkpoint.place import open_place
+from twinstep.worker.checkpoint.place import in_words, open_place, unavailable
 from twinstep.worker.checkpoint.read import Reader
 
-NAME = re.compile(r"^(\d{6,12})-step-(\d{1,12})$")
+NAME = re.compile(r"^(\d{6,12})-step-(\d{1,12})(?:-[0-9a-f]{8})?$")  # number, step, and who wrote it to a URI
 WRITERS = 2  # threads: one counts checksums while the other waits for the disk
 
 
@@ -79,8 +79,12 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._whole: dict[str, Manifest] = {}
         self._broken: list[tuple[int, str]] = []
-        self.place.sweep()
-        self._number = max((number for number, _ in self._numbered()), default=0)
+        try:
+            self.place.sweep()
+            self._number = max((number for number, _ in self._numbered()), default=0)
+        except Exception as error:
+            self._hold.release()
+            raise unavailable(self.place.url, error) from error
 
     def restore(
         self, model: nn.Module, optimizers: Mapping[str, Optimizer]
@@ -157,7 +161,7 @@ class Checkpoints:
         self.finish()
         self.snapshot.take(tensors)
         self._number += 1
-        name = f"{self._number:06d}-step-{step}"
+        name = "-".join(filter(None, (f"{self._number:06d}-step-{step}", self._hold.writer)))
         manifest = Manifest(
             number=self._number,
             step=step,
@@ -198,8 +202,9 @@ class Checkpoints:
         try:
             whole = self._write_files(name, manifest)
         except Exception as error:  # a file system's OSError, or whatever the client of a store raises
-            why = error.problem if isinstance(error, TakenError | _NotFinite) else _in_words(error)
-            self._drop(name)
+            why = error.problem if isinstance(error, TakenError | _NotFinite) else in_words(error)
+            if not isinstance(error, TakenError):  # whoever has lost the place removes nothing there either
+                self._drop(name)
             good = (
                 "there is none before it"
                 if self.last_step is None
@@ -225,6 +230,7 @@ class Checkpoints:
             raise _NotFinite(path)
         entries, files = lay_out(tensors)
         pieces = by_file(entries)
+        self._hold.check()
         self.place.begin(name)
 
         def write(file: str) -> dict[tuple[str, int], int]:
@@ -263,6 +269,10 @@ class Checkpoints:
             return
 
     def _prune(self) -> None:
+        try:
+            self._hold.check()
+        except Exception:  # the place is another's now, or away
+            return
         for name in to_remove(self._whole, self._broken, self._keep):
             with contextlib.suppress(Exception):  # it is tried again after the next one
                 self.place.remove(name, MANIFEST)
@@ -278,9 +288,3 @@ class _NotFinite(Exception):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.problem = f"{path} holds NaN or infinity"
-
-
-def _in_words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return f"{type(error).__name__}: {error}"[:300]
