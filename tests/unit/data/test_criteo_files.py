@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +21,7 @@ from hypothesis import strategies as st
 from twinstep.spec.errors import DataError
 from twinstep.spec.job import DataSpec
 from twinstep.worker.data.badrows import BadRows
-from twinstep.worker.data.criteo import CATEGORIES, DEFAULT_ROWS, read_criteo
+from twinstep.worker.data.criteo import CATEGORIES, DEFAULT_ROWS, STALE_S, read_criteo
 from twinstep.worker.data.datasets import load_dataset
 from twinstep.worker.data.files import open_folder
 from twinstep.worker.data.hashing import hash_ids
@@ -145,6 +150,94 @@ def test_arrays_are_kept_until_files_or_tables_change_and_never_in_part(
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be kept"):
         load(write(tmp_path / "data/train.txt").parent / "data", cache_dir=str(tmp_path / "file/below"))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("name", ["rows.json", "label", "dense", "offset", "C1", "C26"])
+@pytest.mark.parametrize("tear", [cut, lambda path: path.write_bytes(b""), Path.unlink])
+def test_torn_arrays_are_made_anew(tmp_path: Path, name: str, tear: Callable[[Path], None]) -> None:
+    write(tmp_path / "data/train.txt", [*LINES, "oh"])
+    kept = tmp_path / "kept"
+    options = {"cache_dir": str(kept), "on_bad_row": "skip"}
+    whole = load(tmp_path / "data", **options)
+    dense = np.array(whole.rows.dense)  # a copy: the file below the other one is about to be cut
+    (home,) = kept.iterdir()
+    tear(home / name)
+    for _ in range(2):
+        again = load(tmp_path / "data", **options)
+        np.testing.assert_array_equal(again.rows.dense, dense)
+        assert again.left_out == whole.left_out
+        assert sorted(path.name for path in kept.iterdir()) == [home.name]
+
+
+@pytest.mark.parametrize(
+    "said", ["[]", "{}", '{"rows": "4", "bad": {}}', '{"rows": 4, "bad": {"count": 1, "x": 2}}', "\0"]
+)
+def test_what_is_said_of_kept_arrays_is_held_to_its_form(tmp_path: Path, said: str) -> None:
+    write(tmp_path / "data/train.txt")
+    load(tmp_path / "data", cache_dir=str(tmp_path / "kept"))
+    (home,) = (tmp_path / "kept").iterdir()
+    (home / "rows.json").write_text(said)
+    assert len(load(tmp_path / "data", cache_dir=str(tmp_path / "kept")).rows) == 4
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_runs_that_start_together_keep_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bool) -> None:
+    write(tmp_path / "data/train.txt")
+    kept = tmp_path / "kept"
+    if torn:
+        load(tmp_path / "data", cache_dir=str(kept))
+        cut(next(kept.iterdir()) / "C3")
+    meet, rename = threading.Barrier(2, timeout=30), Path.rename
+
+    def together(self: Path, target: Path) -> Path:
+        if self.name == "arrays":
+            meet.wait()  # both have seen that no whole copy is there
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", together)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(load, tmp_path / "data", cache_dir=str(kept)) for _ in range(2)]
+        first, second = (each.result(timeout=60) for each in both)
+    np.testing.assert_array_equal(first.rows.dense, second.rows.dense)
+    assert len(list(kept.iterdir())) == 1, "nothing is left of the one that came second"
+
+
+def test_what_a_killed_run_left_is_swept_and_what_is_being_written_is_not(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    for name, age in ((".criteo-old", 2 * STALE_S), (".criteo-new", 0)):
+        (kept / name / "arrays").mkdir(parents=True)
+        (kept / name / "arrays/label").write_bytes(b"1234")
+        for path in (kept / name / "arrays/label", kept / name / "arrays", kept / name):
+            os.utime(path, (time.time() - age,) * 2)
+    load(write(tmp_path / "data/train.txt"), cache_dir=str(kept))
+    assert sorted(path.name[:11] for path in kept.iterdir()) == [".criteo-new", *[p.name[:11] for p in kept.glob("c*")]]
+
+
+def test_arrays_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync, kept = os.fsync, tmp_path / "kept"
+
+    def seen(handle: int) -> None:
+        assert len(synced) >= 30 or not list(kept.glob("criteo-*"))
+        synced.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        fsync(handle)
+
+    monkeypatch.setattr("os.fsync", seen)
+    load(write(tmp_path / "data/train.txt"), cache_dir=str(kept))
+    assert {*CATEGORIES, "label", "dense", "offset", "rows.json", "arrays", "kept"} == set(synced)
+
+
+def test_a_home_folder_is_found_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    load(write(tmp_path / "data/train.txt"), cache_dir="~/kept")
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as where nobody has this number
+    with pytest.raises(DataError, match="there is none here"):
+        load(tmp_path / "data", cache_dir="~/kept")
 
 
 HEX = st.text("0123456789abcdef", min_size=8, max_size=8) | st.just("")

@@ -10,9 +10,14 @@ in chunks and written as arrays that are mapped, not loaded: memory does not gro
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import hashlib
 import json
+import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -29,7 +34,7 @@ from twinstep.spec.job import DataSpec
 from twinstep.worker.data.badrows import BadRow, BadRows
 from twinstep.worker.data.delimited import CHUNK_BYTES, Chunk, Delimited, read_delimited
 from twinstep.worker.data.events import Floats, Ints, TableSchema, TaskSchema, check_names
-from twinstep.worker.data.files import DataFile, Folder
+from twinstep.worker.data.files import DataFile, Folder, local_folder
 from twinstep.worker.data.hashing import hash_ids
 from twinstep.worker.data.multi_hot import MultiHotFeature, MultiHotSchema, Rows
 
@@ -40,6 +45,10 @@ PATTERNS = ("train.txt", "*.tsv", "day_*")
 LAYOUT = "train.txt, *.tsv or day_* (also .gz): label, 13 whole numbers and 26 hexadecimal categories, tab-separated"
 DEFAULT_ROWS = 100_000  # per table, where data.hash_rows does not say
 HEX_DIGITS = 8
+ARRAYS = ("label", "dense", "offset", *CATEGORIES)  # files of a folder that is kept, beside what _SAID says of them
+_SAID = "rows.json"
+_UNFINISHED = ".criteo-"
+STALE_S = 86_400  # a folder of arrays that are being written is written to all the time
 MISSING = 0  # row of a category that is empty; the others are hashed into rows 1 and up
 FORMAT = 1  # of the arrays that are kept: raised when they change
 _DIGITS = np.full(256, 255, dtype=np.uint8)
@@ -66,9 +75,10 @@ def read_criteo(
     key = [FORMAT, bad.policy, [table.rows for table in tables], [[each.name, each.version()] for each in files]]
     name = hashlib.blake2b(json.dumps(key, default=str).encode(), digest_size=12).hexdigest()
     try:
-        kept = Path(spec.cache_dir) / f"criteo-{name}" if spec.cache_dir else None
-        home = kept if kept is not None and kept.exists() else _write(files, tables, kept, bad, chunk_bytes)
-        rows = _open(home, bad)
+        kept = local_folder(spec.cache_dir, called="data.cache_dir") / f"criteo-{name}" if spec.cache_dir else None
+        rows = _open(kept, bad) if kept is not None else None
+        if rows is None:
+            rows = _write(files, tables, kept, bad, chunk_bytes)
     except OSError as error:
         raise DataError(
             f"the arrays of the Criteo rows cannot be kept: {error.strerror or error}",
@@ -128,35 +138,73 @@ def _bytes(column: pa.Array) -> NDArray[np.uint8]:
 
 def _write(
     files: list[DataFile], tables: tuple[TableSchema, ...], kept: Path | None, bad: BadRows, chunk_bytes: int
-) -> Path:
-    """Write the arrays of all rows; under `kept` they appear whole or not at all."""
+) -> Rows:
+    """Write and map the arrays of all rows; under `kept` they appear whole or not at all, in place of torn ones."""
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
-    holder = tempfile.TemporaryDirectory(prefix=".criteo-", dir=kept.parent if kept is not None else None)
+        _sweep(kept.parent)
+    holder = tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=kept.parent if kept is not None else None)
     home = Path(holder.name) / "arrays"
     try:
-        _write_arrays(home, files, tables, bad, chunk_bytes)
+        rows = _map(home, _write_arrays(home, files, tables, bad, chunk_bytes))
         if kept is None:
             atexit.register(holder.cleanup)
-            return home
-        if not kept.exists():  # else another process was first with the same arrays
-            home.rename(kept)
+            return rows
+        for path in (*home.iterdir(), home):  # else a crash may leave the name with half of the arrays
+            _sync(path)
+        _move(home, kept)
     except BaseException:
         holder.cleanup()
         raise
     holder.cleanup()
-    return kept
+    again = _open(kept, bad)
+    return rows if again is None else again  # what is mapped stays readable, whatever others do to its names
+
+
+def _move(home: Path, kept: Path) -> None:
+    """Give written arrays their name, unless another process was first with the same ones."""
+    if _said(kept) is not None:
+        return
+    with contextlib.suppress(FileNotFoundError):  # torn ones go into our own folder, and with it
+        kept.rename(home.with_name("torn"))
+    try:
+        home.rename(kept)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    else:
+        _sync(kept.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or what a folder lists, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not path.is_dir():  # not every file system does so with folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed process left unfinished: nothing was written to it for a day."""
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        with contextlib.suppress(OSError):
+            newest = max(each.stat().st_mtime for each in (left, *left.rglob("*")))
+            if time.time() - newest > STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _write_arrays(
     home: Path, files: list[DataFile], tables: tuple[TableSchema, ...], bad: BadRows, chunk_bytes: int
-) -> None:
+) -> int:
+    """Write the arrays into a new folder, and return how many rows they have."""
     home.mkdir()
     count = 0
     with ExitStack() as stack:
-        outs: dict[str, BinaryIO] = {
-            name: stack.enter_context((home / name).open("wb")) for name in ("label", "dense", "offset", *CATEGORIES)
-        }
+        outs: dict[str, BinaryIO] = {name: stack.enter_context((home / name).open("wb")) for name in ARRAYS}
         for file in files:
             for label, dense, ids in read_rows(file, tables, bad, chunk_bytes=chunk_bytes):
                 outs["label"].write(label.tobytes())
@@ -166,16 +214,42 @@ def _write_arrays(
                 outs["offset"].write(np.arange(count, count + len(label), dtype=np.int64).tobytes())
                 count += len(label)
         outs["offset"].write(np.int64(count).tobytes())
-    (home / "rows.json").write_text(json.dumps({"rows": count, "bad": asdict(bad)}), encoding="utf-8")
+    (home / _SAID).write_text(json.dumps({"rows": count, "bad": asdict(bad)}), encoding="utf-8")
+    return count
 
 
-def _open(home: Path, bad: BadRows) -> Rows:
-    """Map the arrays, and say of `bad` what was said when they were written."""
-    said = json.loads((home / "rows.json").read_text(encoding="utf-8"))
-    count, left = said["rows"], said["bad"]
-    bad.count, bad.kept, bad.by_file = left["count"], left["kept"], left["by_file"]
-    bad.first[:] = [BadRow(**row) for row in left["first"]]
+def _said(home: Path) -> tuple[int, BadRows] | None:
+    """Return what the arrays of a folder hold: rows, and what was left out. None where a file lacks or is not whole."""
+    try:
+        said = json.loads((home / _SAID).read_bytes())
+        count, left = said["rows"], said["bad"]
+        bad = BadRows(**{**left, "first": [BadRow(**row) for row in left["first"]]})
+        whole = all((home / name).stat().st_size == _size(name, count) for name in ARRAYS)
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None
+    return (count, bad) if whole else None
 
+
+def _size(name: str, count: int) -> int:
+    """Return the bytes of an array of `count` rows."""
+    return {"dense": 4 * len(DENSE) * count, "offset": 8 * (count + 1)}.get(name, 4 * count)
+
+
+def _open(home: Path, bad: BadRows) -> Rows | None:
+    """Map kept arrays, and say of `bad` what was said when they were written; None where they are not whole."""
+    said = _said(home)
+    if said is None:
+        return None
+    count, left = said
+    try:
+        rows = _map(home, count)
+    except (FileNotFoundError, ValueError):  # another process put others in their place
+        return None
+    bad.count, bad.kept, bad.by_file, bad.first[:] = left.count, left.kept, left.by_file, left.first
+    return rows
+
+
+def _map(home: Path, count: int) -> Rows:
     def mapped(name: str, kind: Any, shape: tuple[int, ...]) -> Any:
         if not count and name != "offset":
             return np.zeros(shape, kind)  # nothing cannot be mapped

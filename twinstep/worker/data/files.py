@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import fsspec
@@ -151,6 +152,20 @@ class Folder:
             f"{name} is missing from {self.called}{expected}; found: {found}{more}",
             remedy="put the files there, or let data.path name the folder that holds them",
         )
+
+
+def local_folder(path: str, *, called: str) -> Path:
+    """Return a folder on this machine's disk; `~` is the home folder of whoever the worker runs as.
+
+    Raises:
+        DataError: there is no such home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise DataError(
+            f"{called} {path!r} begins in a home folder, and there is none here", remedy="give the whole path"
+        ) from None
 
 
 def open_folder(path: str, *, called: str = "data.path") -> Folder:

@@ -7,7 +7,6 @@ whole numbers of any size or texts; each table is numbered, kept in a vocabulary
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from twinstep.worker.data.events import (
     make_events,
     star_actions,
 )
-from twinstep.worker.data.files import DataFile, Folder
+from twinstep.worker.data.files import DataFile, Folder, local_folder
 from twinstep.worker.data.hashing import hash_ids, text_keys
 from twinstep.worker.data.vocabulary import load_vocabulary
 
@@ -265,7 +264,7 @@ def _rows(table: str, keys: Ints, spec: DataSpec, tables: dict[str, int]) -> Int
         tables[table] = spec.hash_rows[table]
         return hash_ids(keys, tables[table], table=table)
     if spec.vocabulary is not None:
-        vocabulary = load_vocabulary(Path(spec.vocabulary), table, keys)
+        vocabulary = load_vocabulary(local_folder(spec.vocabulary, called="data.vocabulary"), table, keys)
         rows, known = vocabulary.find(keys)
         if spec.unlisted == "error" and not known.all():
             raise DataError(
