@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from twinstep.worker.checkpoint import manifest as layout
-from twinstep.worker.checkpoint.errors import DamagedError, MisfitError, TakenError
+from twinstep.worker.checkpoint.errors import DamagedError, ForeignError, MisfitError, TakenError
 from twinstep.worker.checkpoint.keep import Keep, to_remove
 from twinstep.worker.checkpoint.lease import Lease
 from twinstep.worker.checkpoint.manifest import MANIFEST, Manifest
@@ -342,5 +342,5 @@ def test_a_later_format_is_named(tmp_path: Path) -> None:
     path = tmp_path / "000001-step-3" / MANIFEST
     body = json.loads(json.loads(path.read_bytes())["manifest"])
     path.write_bytes(Manifest.model_validate({**body, "format": 9}).to_bytes())
-    with pytest.raises(DamagedError, match="format 9"):
+    with pytest.raises(ForeignError, match="format 9"):
         Reader(open_place(tmp_path), "000001-step-3")

@@ -11,6 +11,12 @@ class DamagedError(TrainError):
     code = "checkpoint_damaged"
 
 
+class ForeignError(TrainError):
+    """A checkpoint is as it was written, by a version whose format this one does not read."""
+
+    code = "checkpoint_foreign"
+
+
 class MisfitError(SpecError):
     """A checkpoint is whole, and of another model or other optimizers than the spec asks for."""
 

@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from twinstep.worker.checkpoint.errors import DamagedError
+from twinstep.worker.checkpoint.errors import DamagedError, ForeignError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -87,7 +87,8 @@ class Manifest(_Part):
         """Read the file.
 
         Raises:
-            DamagedError: it is not what `to_bytes` wrote, or of a later format.
+            DamagedError: it is not what `to_bytes` wrote.
+            ForeignError: it is what another version wrote, in another format.
         """
         try:
             outer = json.loads(content)
@@ -99,14 +100,18 @@ class Manifest(_Part):
         if not same:
             raise DamagedError(f"{where}/{MANIFEST} is damaged: its checksum does not hold", remedy=REMEDY)
         if body.get("format") != FORMAT:
-            raise DamagedError(
+            raise ForeignError(
                 f"{where} is of format {body.get('format')}, and this version of Twinstep reads format {FORMAT}",
                 remedy="go on with the version of Twinstep that wrote it",
             )
         try:
             return cls.model_validate(body)
         except ValidationError as error:
-            raise DamagedError(f"{where}/{MANIFEST} is damaged: {error.errors()[0]['msg']}", remedy=REMEDY) from None
+            at = ".".join(str(part) for part in error.errors()[0]["loc"])
+            raise ForeignError(  # its checksum holds
+                f"{where}/{MANIFEST} is not as this version of Twinstep writes it: {at}: {error.errors()[0]['msg']}",
+                remedy="go on with the version of Twinstep that wrote it",
+            ) from None
 
 
 def lay_out(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorEntry], dict[str, int]]:

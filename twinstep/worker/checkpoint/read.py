@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinstep.spec.errors import NotFoundError
-from twinstep.worker.checkpoint.errors import DamagedError
+from twinstep.spec.errors import NotFoundError, UnavailableError
+from twinstep.worker.checkpoint.errors import DamagedError, ForeignError
 from twinstep.worker.checkpoint.manifest import MANIFEST, REMEDY, Manifest, Piece, TensorEntry, rows_as_bytes
-from twinstep.worker.checkpoint.place import Place
+from twinstep.worker.checkpoint.place import Place, in_words
 
 READERS = 4  # threads: checksums of one piece are counted while the disk gives the next
 
@@ -24,6 +24,8 @@ class Reader:
 
     Raises:
         DamagedError: from every method, where a file is missing, short, or not as it was written.
+        UnavailableError: from every method, where the disk or store does not give a file that is there.
+        ForeignError: it is of another version's format.
     """
 
     def __init__(self, place: Place, name: str) -> None:
@@ -36,8 +38,8 @@ class Reader:
             raise DamagedError(
                 f"{self._where} has no {MANIFEST}: it was never written to its end", remedy=REMEDY
             ) from None
-        except OSError as error:
-            raise DamagedError(f"{self._where}/{MANIFEST} cannot be read: {error}", remedy=REMEDY) from error
+        except Exception as error:
+            raise _unread(f"{self._where}/{MANIFEST}", error) from error
         self.manifest = Manifest.from_bytes(content, where=self._where)
         self.bytes_read = 0
         """Of data files, so far."""
@@ -97,8 +99,10 @@ class Reader:
         where = f"rows {piece.start}…{piece.stop - 1} of {path} in {self._where}/{piece.file}"
         try:
             count = self._place.read_into(self.name, piece.file, piece.offset, view)
-        except OSError as error:
-            raise DamagedError(f"{where} cannot be read: {error.strerror or error}", remedy=REMEDY) from error
+        except FileNotFoundError:
+            raise DamagedError(f"{where} are lost: there is no such file", remedy=REMEDY) from None
+        except Exception as error:
+            raise _unread(where, error) from error
         if count != piece.size:
             raise DamagedError(f"{where} are cut short: {count} of {piece.size} bytes", remedy=REMEDY)
         if zlib.crc32(view) != piece.crc32:
@@ -106,10 +110,20 @@ class Reader:
         self.bytes_read += count
 
 
+def _unread(what: str, error: Exception) -> UnavailableError:
+    """Return the error of a disk or store (OSError, or what its client raises) that gives nothing now: no damage."""
+    return UnavailableError(
+        f"{what} cannot be read: {in_words(error)}",
+        remedy="see to the disk or the store and start again; every checkpoint stays as it is",
+    )
+
+
 def _dtype(entry: TensorEntry) -> torch.dtype:
     found: Any = getattr(torch, entry.dtype, None)
     if not isinstance(found, torch.dtype):
-        raise DamagedError(f"this PyTorch knows no dtype {entry.dtype}", remedy=REMEDY)
+        raise ForeignError(
+            f"this PyTorch knows no dtype {entry.dtype}", remedy="go on with the version of PyTorch that wrote it"
+        )
     return found
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from twinstep.spec.errors import TwinstepError
 from twinstep.worker.checkpoint.content import Snapshot, check_fits, load_tensors
 from twinstep.worker.checkpoint.errors import DamagedError, TakenError
 from twinstep.worker.checkpoint.keep import Keep, to_remove
@@ -99,6 +100,8 @@ class Checkpoints:
         Raises:
             MisfitError: it is of another model; nothing was changed.
             DamagedError: there are checkpoints, and none is whole; nothing was changed.
+            ForeignError: the newest is of another version's format; nothing was changed.
+            UnavailableError: the disk or store does not give one; nothing was changed.
         """
         problem: DamagedError | None = None
         for reader in self._newest_first():
@@ -124,7 +127,11 @@ class Checkpoints:
         return None
 
     def _newest_first(self) -> Iterator[Reader | DamagedError]:
-        for number, name in sorted(self._numbered(), reverse=True):
+        try:
+            numbered = sorted(self._numbered(), reverse=True)
+        except Exception as error:
+            raise unavailable(self.place.url, error) from error
+        for number, name in numbered:
             try:
                 reader = Reader(self.place, name)
             except DamagedError as error:
@@ -273,11 +280,26 @@ class Checkpoints:
             self._hold.check()
         except Exception:  # the place is another's now, or away
             return
+        self._count_older()
         for name in to_remove(self._whole, self._broken, self._keep):
             with contextlib.suppress(Exception):  # it is tried again after the next one
                 self.place.remove(name, MANIFEST)
                 self._whole.pop(name, None)
                 self._broken = [each for each in self._broken if each[1] != name]
+
+    def _count_older(self) -> None:
+        """Count what earlier attempts left, which a restored run has not looked at: it goes and stays with the rest."""
+        known = {*self._whole, *(name for _, name in self._broken)}
+        with contextlib.suppress(Exception):  # the place is away: after the next one
+            for number, name in self._numbered():
+                if name in known:
+                    continue
+                try:
+                    self._whole[name] = Reader(self.place, name).manifest
+                except DamagedError:
+                    self._broken.append((number, name))
+                except TwinstepError:  # another version's, or not to be read now: it stays
+                    continue
 
     def _note(self, name: str, reason: str, data: dict[str, Any]) -> None:
         with self._lock:
