@@ -15,6 +15,7 @@ from twinstep.platform.scheduler import reconcile, rundir
 from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.scheduler.reconcile import Reconciler
 from twinstep.platform.settings import Settings, default_data_dir
+from twinstep.platform.store.attempts import Attempts, NewAttempt
 from twinstep.platform.store.store import Store
 from twinstep.platform.store.tables import JobRow
 from twinstep.spec.errors import UnavailableError
@@ -341,6 +342,53 @@ def test_a_run_whose_control_plane_is_gone_can_still_be_given_up(
     one.reconciler.run_once()
     assert (one.store.run(run_id).state, one.starts(run_id)) == (RunState.CANCELLED, 0)
     other.close()
+
+
+def followed(plane: Plane, job_id: str) -> str:
+    """Store another run of a job, as a resize does, and return its id."""
+    run = plane.store.runs(job_id)[-1]
+    attempts = Attempts(plane.store.database, changed=lambda _: None)
+    attempts.add(job_id, NewAttempt(verb="resized", after=run.id, version=run.version), actor="ada", key=None, asked={})
+    return plane.store.runs(job_id)[-1].id
+
+
+def test_two_runs_of_a_job_never_run_at_once_whichever_control_plane_has_the_first(
+    planes, settings: Settings, tmp_path: Path, wait
+) -> None:
+    one = planes(parallel=4)
+    other = elsewhere(one, settings, tmp_path)
+    job = one.store.create_job(JobSpec(name="sleeps"))
+    one.passes_until(job.run_id, RunState.STARTING, wait=wait)
+    second = followed(one, job.id)
+    for _ in range(4):
+        other.reconciler.run_once()
+    assert one.store.run(job.run_id).state is RunState.STARTING
+    assert one.store.run(second).state is RunState.QUEUED
+    one.passes_until(job.run_id, RunState.CANCELLED, wait=wait)
+    other.passes_until(second, RunState.STARTING, wait=wait)
+    one.store.request_cancel(second, actor="user")
+    other.passes_until(second, *FINAL, wait=wait)
+    other.close()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_two_runs_of_a_job_that_both_wait_are_not_started_in_one_pass(planes, wait, breaks: bool) -> None:
+    plane = planes(parallel=4)
+    job = plane.store.create_job(JobSpec(name="sleeps"))
+    runs = [job.run_id, followed(plane, job.id)]
+    with plane.store.database.write() as connection:  # nobody stops the first
+        connection.exec_driver_sql("UPDATE runs SET cancel_requested_at = NULL")
+    plane.reconciler.run_once()
+    assert [plane.store.run(run_id).state for run_id in runs] == [RunState.QUEUED] * 2
+    launch = plane.backend.launch
+
+    def broken(*args: object, **options: object) -> None:
+        raise UnavailableError("no more processes", remedy="end some")
+
+    plane.backend.launch = broken if breaks else launch
+    plane.reconciler.run_once()
+    assert [plane.store.run(run_id).state for run_id in runs] == [RunState.STARTING, RunState.QUEUED]
+    plane.backend.launch = launch
 
 
 def test_a_place_keeps_its_id(settings: Settings) -> None:

@@ -54,8 +54,8 @@ class Reconciler(Passes):
         held = sum(run.state in ACTIVE for run in runs)
         # Of all control planes: each says the same of a run that waits for any of them.
         ahead, told = sum(run.state in ACTIVE for run in everybodys), []
-        holders = {run.job_id for run in runs if run.state in ACTIVE}
-        """Jobs with a run that has not ended: two runs of one would write the same checkpoints."""
+        holders = {run.job_id for run in everybodys if run.state in ACTIVE}
+        """Jobs with a run that has not ended, here or elsewhere: two runs of one would write the same checkpoints."""
         for run in runs:
             with about(run_id=run.id, job_id=run.job_id):
                 try:
@@ -69,11 +69,15 @@ class Reconciler(Passes):
                         told.append((run, action.reason))
                         continue
                     self._apply(run, action, _UNSEEN, self._spec(run))
-                    held += action.do is Do.START
+                    if action.do is Do.START:
+                        held += 1
+                        holders.add(run.job_id)
                 except Exception as error:
                     told.append((run, trouble_with(run.id, error)))
-                    if run.state not in ACTIVE:  # it may have come as far as that before it went wrong
-                        held += self._store.run(run.id).state in ACTIVE
+                    # It may have come as far as that before it went wrong.
+                    if run.state not in ACTIVE and self._store.run(run.id).state in ACTIVE:
+                        held += 1
+                        holders.add(run.job_id)
         self._store.set_reasons([(run, reason) for run, reason in told if run.reason != reason])
         self.passed()
 
