@@ -29,6 +29,12 @@ DIES = "beat('training', 7)\nif first: os.kill(os.getpid(), signal.SIGKILL)\nsys
 FAILS = "sys.exit(1)"
 MENDS = "sys.exit(2)"
 HANGS = "beat('training', 5)\nif first:\n    while True: time.sleep(60)\nsys.exit(0)"
+DEAF = """
+def told_to_stop(*_): open('asked', 'w').close()
+signal.signal(signal.SIGTERM, told_to_stop)
+beat('training', 5)
+while True: time.sleep(60)
+"""
 COMPILES = "beat('compiling', 0)\ntime.sleep(3.5)\nsys.exit(0)"
 
 
@@ -91,6 +97,16 @@ def test_a_wish_to_stop_ends_restarts(tmp_path: Path, wait: Callable[..., Any]) 
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(timeout=60) == 0
     assert json.loads((tmp_path / "exit.json").read_text())["stopped"] == "asked"
+
+
+def test_a_wish_to_stop_is_heard_while_a_hung_worker_is_being_stopped(tmp_path: Path, wait: Callable[..., Any]) -> None:
+    supervisor = supervised(tmp_path, DEAF, restarts=1, hang_seconds=0.2, stop_grace_seconds=3.0)
+    wait((tmp_path / "asked").exists, seconds=60)
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(timeout=60) == 0
+    how = json.loads((tmp_path / "exit.json").read_text())
+    assert (how["stopped"], how["signal"]) == ("asked", "SIGKILL")
+    assert (tmp_path / "starts").read_text().count("\n") == 1
 
 
 def test_the_runs_of_a_job_share_a_place_for_checkpoints(tmp_path: Path) -> None:

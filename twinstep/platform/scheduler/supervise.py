@@ -29,7 +29,8 @@ LOOK_S = 2.0  # seconds between two looks whether the run still has its director
 PAUSE_S = 1.0  # seconds before a worker is started again: what made it end may pass
 NEVER_AGAIN = (0, 2)  # exit codes: it is done; its user has something to mend (EXIT_SPEC in spec/words.py)
 LONGEST_WAIT_S = 3600.0  # a limit of many years is more than the system call takes
-_WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+ASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what comes of a wish to stop
+_WATCHED = {signal.SIGCHLD, *ASKS}
 
 
 def main(text: str) -> int:
@@ -106,8 +107,10 @@ class _Watch:
             waits = [at for at in (ends_at if self.stopped is None else None, self.kill_at, look_at) if at is not None]
             got = self._wait(min(waits, default=None))
             now = time.monotonic()
-            if got in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and self.stopped is None:
+            if got in ASKS and self.stopped is None:
                 self._stop(worker.pid, why="asked")
+            elif got in ASKS and self.stopped == "hung":
+                self.stopped = "asked"  # it is being stopped as it is; it must not be started again
             elif self.stopped is None and ends_at is not None and now >= ends_at:
                 self._stop(worker.pid, why="time_limit")
             elif self.stopped is None and self._homeless():
