@@ -1,5 +1,7 @@
 """Limits from data and from feedback: what is computed, when it changes, and that it settles."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -118,20 +120,35 @@ def test_a_record_stays_small_however_many_batches():
 def test_hosts_merge_to_the_same_whatever_the_order(tmp_path):
     first, second = record([10, 20, 300]), record([40, 50])
     assert first.merged(second).to_json() == second.merged(first).to_json() == record([10, 20, 300, 40, 50]).to_json()
-    FileExchange(tmp_path, 0).publish(first)
-    exchange = FileExchange(tmp_path, 1)
-    assert exchange.gather(first.topology, 2) is None
-    exchange.publish(second)
-    exchange.publish(second)
-    merged = exchange.gather(first.topology, 2)
+    FileExchange(tmp_path, 0, run="r").publish(first, boundary=100)
+    exchange = FileExchange(tmp_path, 1, run="r")
+    assert exchange.gather(first.topology, 2, boundary=100) is None
+    exchange.publish(second, boundary=100)
+    exchange.publish(second, boundary=100)
+    merged = exchange.gather(first.topology, 2, boundary=100)
     assert merged.to_json() == first.merged(second).to_json()
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_hosts_merge_what_all_know_at_one_boundary_of_one_run_or_nothing(tmp_path):
+    """A host that is ahead never decides by what another knew at the boundary before, or in another run."""
+    hosts = [FileExchange(tmp_path, host, run="r") for host in (0, 1)]
+    early, late = record([10]), record([10, 900])
+    for host in hosts:
+        host.publish(early, boundary=100)
+    hosts[0].publish(late, boundary=200)
+    assert hosts[0].gather(early.topology, 2, boundary=200) is None
+    assert FileExchange(tmp_path, 0, run="another").gather(early.topology, 2, boundary=100) is None
+    hosts[1].publish(late, boundary=200)
+    found = {json.dumps(host.gather(early.topology, 2, boundary=200).to_json()) for host in hosts}
+    assert found == {json.dumps(late.merged(late).to_json())}
+
+
 def test_another_topology_starts_anew(tmp_path):
     one, two = plan(), plan(devices=2)
-    FileExchange(tmp_path, 0).publish(record([500] * 20, one))
-    assert FileExchange(tmp_path, 0).gather(topology_of(two), 1) is None
+    exchange = FileExchange(tmp_path, 0, run="r")
+    exchange.publish(record([500] * 20, one), boundary=1)
+    assert exchange.gather(topology_of(two), 1, boundary=1) is None
     assert decide(two, record([500] * 20, one), FdoPolicy()) == (two, ())
     with pytest.raises(DataError, match="two topologies"):
         record([1], one).merged(record([1], two))
@@ -141,9 +158,12 @@ def test_another_topology_starts_anew(tmp_path):
     "text", ["", "[]", '{"format": 9}', '{"format": 1, "topology": "x", "batches": 1, "stacks": 3}']
 )
 def test_a_file_that_is_no_record_is_named(tmp_path, text):
-    (tmp_path / "fdo-x-0.json").write_text(text)
+    exchange = FileExchange(tmp_path, 0, run="r")
+    exchange.publish(record([1]), boundary=1)
+    (written,) = tmp_path.iterdir()
+    written.write_text(text)
     with pytest.raises(DataError, match="cannot be read"):
-        FileExchange(tmp_path, 0).gather("x", 1)
+        exchange.gather(topology_of(plan()), 1, boundary=1)
 
 
 def test_quantiles_are_within_a_step():

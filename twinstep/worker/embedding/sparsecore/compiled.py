@@ -2,8 +2,9 @@
 
 Everything is given to kernels as addresses and tables of one shape, so each kernel has one signature and no batch
 compiles anything. numba knows a stored function by the file that defines it alone, while machine code holds what other
-files' kernels do as well; so code is kept in a directory named by the digest of all of them. It is written to a file
-of its own and renamed, so processes may start at once. Where no directory can be written, code stays in memory.
+files' kernels do as well, and its index, which is read unlocked, lists several processors; so code is kept in a
+directory named by the digest of all sources, numba's version and the processor. Files are written aside and renamed, so
+processes may start at once, on hosts that share a home too. What cannot be written or read back stays in memory.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import contextlib
 import functools
 import hashlib
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numba
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba.core import caching, types
 from numba.extending import intrinsic
 
@@ -25,10 +28,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @functools.cache
 def sources_digest() -> str:
-    """Return the digest of every source that kernels are compiled from."""
+    """Return the digest of all that machine code depends on: every source, numba and this processor."""
     folder = Path(__file__).parent
     paths = [Path(__file__), *sorted((folder / "kernels").glob("*.py"))]
-    return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)).hexdigest()[:24]
+    machine = f"{numba.__version__} {get_host_cpu_name()} {get_host_cpu_features().flatten()}"
+    parts = [path.read_bytes() for path in paths] + [machine.encode()]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:24]
 
 
 def cache_directory() -> Path:
@@ -68,6 +73,16 @@ class _Stored(caching.CompileResultCacheImpl):
 
 class _Cache(caching.FunctionCache):
     _impl_class = _Stored
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except (OSError, EOFError, pickle.UnpicklingError):  # gone, or torn: compiled again
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with contextlib.suppress(OSError):  # a disk that has become full since: code stays in memory
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
 
 def kernel(function: Function) -> Function:

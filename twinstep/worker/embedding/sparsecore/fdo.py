@@ -169,8 +169,9 @@ class Change:
 def decide(plan: StackPlan, record: Record, policy: FdoPolicy) -> tuple[StackPlan, tuple[Change, ...]]:
     """Return the plan with limits that follow a merged record, and what changed. Pure; every host comes to the same.
 
-    A limit grows as soon as what is wanted exceeds it, and falls only by `policy.shrink`. Wanted are ladder steps, so
-    a run whose batches stay alike changes nothing after its first boundary.
+    A limit grows, to what is wanted, as soon as what batches asked for exceeds it: headroom is there to be used up. It
+    falls only by `policy.shrink`. Wanted are ladder steps, so a run whose batches stay alike changes nothing after its
+    first boundary.
     """
     if record.topology != topology_of(plan) or record.batches < policy.least_batches:
         return plan, ()
@@ -207,28 +208,37 @@ def _follow(old: int | None, wanted: int, need: int, policy: FdoPolicy) -> int:
 
 
 class FileExchange:
-    """Hosts' records in a directory that all of them see, one file each, replaced as a whole."""
+    """Hosts' records in a directory that all of them see: one file each and boundary, never of another run.
 
-    def __init__(self, folder: Path, host: int) -> None:
-        self._folder, self._host = folder, host
+    Args:
+        run: of the attempt; all hosts are told the same, no other attempt is.
+    """
 
-    def publish(self, record: Record) -> None:
-        """Write this host's record."""
+    def __init__(self, folder: Path, host: int, *, run: str) -> None:
+        self._folder, self._host, self._run = folder, host, hashlib.sha256(run.encode()).hexdigest()[:16]
+
+    def _path(self, topology: str, boundary: int, host: int) -> Path:
+        return self._folder / f"fdo-{topology}-{self._run}-{boundary}-{host}.json"
+
+    def publish(self, record: Record, *, boundary: int) -> None:
+        """Write this host's record up to a boundary: the number of the step before which all hosts decide."""
         self._folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=self._folder, prefix=".fdo-")
         with os.fdopen(handle, "w") as file:
             json.dump(record.to_json(), file)
-        Path(name).replace(self._folder / f"fdo-{record.topology}-{self._host}.json")
+        Path(name).replace(self._path(record.topology, boundary, self._host))
 
-    def gather(self, topology: str, hosts: int) -> Record | None:
-        """Return all hosts' records, merged; None while one has not published. Other topologies are not looked at.
+    def gather(self, topology: str, hosts: int, *, boundary: int) -> Record | None:
+        """Return all hosts' records up to a boundary, merged; None while one has not published its own.
+
+        So every host merges the same records, or none. Other topologies are not looked at.
 
         Raises:
             DataError: a file cannot be read as a record.
         """
         found: Sequence[Record] = []
         for host in range(hosts):
-            path = self._folder / f"fdo-{topology}-{host}.json"
+            path = self._path(topology, boundary, host)
             if not path.exists():
                 return None
             try:

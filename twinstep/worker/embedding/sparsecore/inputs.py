@@ -260,7 +260,11 @@ def _weights(given: Any, ids: Array, where: str) -> Array | None:
         )
     if found.dtype.kind not in "fiu":
         raise DataError(f"{where} has weights of type {found.dtype}", remedy="give weights as float32")
-    return np.ascontiguousarray(found, np.float32).reshape(-1)
+    found = np.ascontiguousarray(found, np.float32).reshape(-1)
+    if not np.isfinite(found).all():
+        at = int(np.argmin(np.isfinite(found)))
+        raise DataError(f"{where} has weight {found[at]} at {at}", remedy="give finite weights; 0 leaves an id out")
+    return found
 
 
 def outside(rows: Rows, table_rows: int) -> npt.NDArray[np.bool_]:
