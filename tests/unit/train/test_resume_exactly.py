@@ -16,6 +16,9 @@ from twinstep.spec.report import RunSummary
 from twinstep.worker.checkpoint.errors import MisfitError
 from twinstep.worker.checkpoint.read import Reader
 from twinstep.worker.data.loader import Loader
+from twinstep.worker.train.goodput import Goodput
+from twinstep.worker.train.guard import LossGuard
+from twinstep.worker.train.heartbeat import Heartbeat
 from twinstep.worker.train.loop import Trainer
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.saving import run_tensors
@@ -292,6 +295,97 @@ def test_a_spike_is_dropped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "more than 20 × the median" in said
     with pytest.raises(TrainError, match=r"step 31 is .* more than 20 × the median"):
         Run(spec_of(loss_spike=20.0, steps=32, eval_every=0))
+
+
+def test_steps_that_are_run_again_beat_and_end_at_a_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    poison(monkeypatch, {8})
+    wanted = {"on_nan": "skip", "eval_every": 4}
+    straight = Run(spec_of(**wanted))
+    again, beat = Trainer._again, Heartbeat.beat
+    beats: list[str] = []
+    replayed: list[int] = []
+
+    def noted(heart: Heartbeat, phase: str, step: int) -> None:
+        beats.append(phase)
+        beat(heart, phase, step)
+
+    def stops(trainer: Trainer, number: int) -> None:
+        trainer._stop.asked = number == 5
+        before = len(beats)
+        try:
+            again(trainer, number)
+        finally:
+            replayed.append(number)
+            assert beats[before:] == ["training"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Heartbeat, "beat", noted)
+        patch.setattr(Trainer, "_again", stops)
+        stopped = Run(spec_of(path=tmp_path, **wanted))
+    assert stopped.code == 75
+    assert replayed == [0, 1, 2, 3, 4, 5]
+    assert stopped.trainer.step == 5
+    resumed = Run(spec_of(path=tmp_path, **wanted))
+    assert min(resumed.notes.losses) == 6
+    assert_same(straight, resumed)
+
+
+def test_steps_that_are_run_again_end_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, {8})
+    again = Trainer._again
+    replayed: list[int] = []
+
+    def late(trainer: Trainer, number: int) -> None:
+        replayed.append(number)
+        trainer._begun -= 400.0
+        again(trainer, number)
+
+    monkeypatch.setattr(Trainer, "_again", late)
+    with pytest.raises(TrainError, match="time limit"):
+        Run({**spec_of(on_nan="skip", eval_every=0), "runtime": {"max_seconds": 1000}})
+    assert replayed == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("on_nan", "stay"), [("skip", [0, 1, 2, 3, 4, 5, 6]), ("rollback", [0, 1, 2, 3, 4, 5])])
+def test_time_that_was_thrown_away_is_no_useful_step(monkeypatch: pytest.MonkeyPatch, on_nan: str, stay: Any) -> None:
+    """The batch of step 8 is bad, and the copy is that of step 6."""
+    poison(monkeypatch, {7})
+    monkeypatch.setattr("twinstep.worker.train.rewind.EVERY", 6)
+    spent: list[float] = []
+    add = Goodput.add
+
+    def noted(goodput: Goodput, part: str, seconds: float) -> None:
+        spent.extend([seconds] if part == "step" else [])
+        add(goodput, part, seconds)
+
+    monkeypatch.setattr(Goodput, "add", noted)
+    run = Run(spec_of(on_nan=on_nan, steps=10, eval_every=0))
+    found = run.trainer._goodput.seconds()
+    assert len(spent) == 10
+    assert found["step"] == pytest.approx(sum(spent[each] for each in (*stay, 8, 9)))
+    assert found["redone"] >= sum(spent) - found["step"]
+
+
+def test_a_rollback_counts_all_that_it_drops() -> None:
+    guard = LossGuard(spike=None)
+    assert not guard.too_many(90, since=0), "one alone may drop what there is since the copy"
+    assert guard.too_many(100, since=0)
+    guard = LossGuard(spike=None)
+    assert not guard.too_many(6, since=0)
+    assert not guard.too_many(8, since=0), "those before were dropped already: 8 in all"
+    assert not guard.too_many(10, since=0)
+    assert guard.too_many(11, since=0)
+    guard = LossGuard(spike=None)
+    assert not guard.too_many(50, since=0)
+    assert not guard.too_many(151, since=100), "those before are too long ago"
+    guard = LossGuard(spike=None)
+    assert [guard.too_many(step) for step in range(1, 12)] == [False] * 10 + [True]
+
+
+def test_rollbacks_that_drop_most_batches_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, set(range(6, 100, 7)))
+    with pytest.raises(TrainError, match=r"the loss of step 14 .* more than 10 batches were dropped"):
+        Run(spec_of(on_nan="rollback", steps=90, eval_every=0))
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:

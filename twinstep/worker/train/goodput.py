@@ -13,7 +13,7 @@ from twinstep.spec.topology import slice_shape
 STEP = "step"
 PARTS = (STEP, "input_wait", "compile", "checkpoint", "evaluate", "restart", "redone", "start", "other")
 """`restart`: from the checkpoint that an attempt goes on from to its own start; `start`: from there to its first batch;
-`redone`: steps that dropped batches made be done again; `other`: reports, and whatever nothing else names."""
+`redone`: steps that dropped batches made vain or be done again; `other`: reports, and whatever nothing else names."""
 
 
 class Goodput:

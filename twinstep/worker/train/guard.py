@@ -31,12 +31,19 @@ class LossGuard:
         self._losses.append(loss)
         return None
 
-    def too_many(self, step: int) -> bool:
-        """Note that the batch of a step is dropped; say whether there were too many lately."""
-        self._dropped.append(step)
+    def too_many(self, step: int, *, since: int | None = None) -> bool:
+        """Note that batches are dropped; say whether there were too many lately.
+
+        Args:
+            step: of the newest of them.
+            since: all after this step are dropped, for a rollback; None: that of `step` alone.
+        """
         while self._dropped and self._dropped[0] <= step - SPAN:
             self._dropped.popleft()
-        return len(self._dropped) > MOST
+        first_of_all = not self._dropped  # one rollback alone may drop as many as there are since the copy
+        done = self._dropped[-1] if self._dropped and since is not None else 0  # by a rollback to the same copy
+        self._dropped.extend(range(max(step - 1 if since is None else since, done) + 1, step + 1))
+        return len(self._dropped) > MOST and not first_of_all
 
     def state(self) -> list[float]:
         """Return the losses that spikes are measured by, for a checkpoint."""

@@ -31,7 +31,7 @@ from twinstep.worker.train.guard import MOST, SPAN, LossGuard
 from twinstep.worker.train.heartbeat import Heartbeat
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.report import Reporter
-from twinstep.worker.train.rewind import Rewind
+from twinstep.worker.train.rewind import Interrupted, Rewind
 from twinstep.worker.train.saving import Saving, place_of, run_tensors
 from twinstep.worker.train.schedule import Schedule
 from twinstep.worker.train.speed import Speed
@@ -98,6 +98,7 @@ class Trainer:
         self._speed = Speed()
         self._last_progress = 0.0
         self._heart = Heartbeat(run_dir)
+        self._since_copy: dict[int, float] = {}  # seconds of each step that a rewind may make vain
         self._guard = LossGuard(spike=spec.train.loss_spike)
         self._evaluated = -1
         self._first = 0
@@ -238,6 +239,8 @@ class Trainer:
         if self._rewind is not None and self._rewind.due(self.step):
             with self._goodput.during("checkpoint"):
                 self._rewind.take(self.step)
+            if self._rewind.step == self.step:
+                self._since_copy.clear()
         if self._saving is not None:
             self._saving.look()
             if self._saving.due(self.step, scored=scores is not None):
@@ -277,6 +280,8 @@ class Trainer:
         self._goodput.add("compile", compiling)
         self._goodput.add("step", seconds)
         self._speed.leave_out(compiling)
+        if self._rewind is not None:
+            self._since_copy[self.step] = self._since_copy.get(self.step, 0.0) + seconds
         fault = self._guard.fault(loss)
         if fault is not None and not self._goes_on(fault, loss):
             self._speed.leave_out(seconds + waited)
@@ -303,28 +308,45 @@ class Trainer:
                 f"the loss of step {number} {fault}",
                 remedy="lower optimizers.dense.lr, set train.clip_norm, or set train.on_nan: skip",
             )
-        if self._guard.too_many(number):
+        first = self._rewind.step
+        back = self.spec.train.on_nan == "rollback"
+        if self._guard.too_many(number, since=first if back else None):
             raise TrainError(
                 f"the loss of step {number} {fault}, and more than {MOST} batches were dropped within {SPAN} steps",
                 remedy="lower the learning rates, set train.clip_norm, or look at the data",
             )
         started = time.perf_counter()
-        first = self._rewind.step
-        if self.spec.train.on_nan == "rollback":
+        vain = first
+        if back:
             self._rewind.back()
             self.step += 1
             text = f"the loss of step {number} {fault}: back to the state after step {first}, without the batches since"
             self._event("rolled_back", text, {"step": number, "to": first, "dropped": number - first})
         else:
-            self.step = self._rewind.without(self.step, self._again) + 1
-            text = f"the loss of step {number} {fault}: the batch of step {self.step} is left out"
-            self._event("batch_skipped", text, {"step": number, "skipped": self.step})
+            try:
+                self.step = self._rewind.without(self.step, self._again) + 1
+                text = f"the loss of step {number} {fault}: the batch of step {self.step} is left out"
+                self._event("batch_skipped", text, {"step": number, "skipped": self.step})
+                vain = self.step - 1
+            except Interrupted as interrupted:  # whoever goes on from there meets the bad batch again
+                self.step = vain = interrupted.number
+        for step in [each for each in self._since_copy if each >= vain]:
+            self._goodput.move(self._since_copy.pop(step), to="redone")
         self._goodput.add("redone", time.perf_counter() - started)
         self._speed.leave_out(time.perf_counter() - started)
         return False
 
     def _again(self, number: int) -> None:
-        """Run the step of a batch again, counted from 0 since the job's start; nothing is reported."""
+        """Run the step of a batch again, counted from 0 since the job's start; nothing is reported.
+
+        Raises:
+            Interrupted: a stop was asked for.
+            TrainError: the time limit is over.
+        """
+        self._heart.beat("training", self.step)
+        if self._stop.asked:
+            raise Interrupted(number)
+        self._check_time()
         batch, _ = self._loader.train_batch(number - self._first)
         self._schedule.set(number)
         float(self._compiler.program(batch, sizes=self._sizes)(batch).loss)

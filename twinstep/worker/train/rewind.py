@@ -22,6 +22,14 @@ from twinstep.worker.train.saving import restore_random
 EVERY = 100  # steps between copies, where checkpoints are not taken by steps
 
 
+class Interrupted(Exception):
+    """A stop was asked for while steps were run again; the state is that before the batch of this number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 class Rewind:
     """A copy of the state of some step, and what to do from there."""
 
@@ -69,10 +77,13 @@ class Rewind:
 
         Args:
             bad: number, from 0, of the batch whose loss was bad: it, or one before it, spoiled the state.
-            run: runs the step of a batch, by number.
+            run: runs the step of a batch, by number, or raises Interrupted before it.
 
         Returns:
             The number of the batch that is left out; the state is that after all before it.
+
+        Raises:
+            Interrupted: from `run`; the state is sound, and earlier.
         """
         self.back()
         for number in range(self.step, bad):
