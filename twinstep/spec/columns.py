@@ -17,7 +17,7 @@ class ColumnsSpec(Spec):
 
     user: FieldName = "user_id"
     """Who: whole number or text."""
-    item: FieldName = "item_id"
+    item: Annotated[FieldName, Field(validate_default=True)] = "item_id"
     """What: whole number or text; the first item feature, and the name of its table."""
     time: FieldName = "timestamp"
     """When: a timestamp, or a whole number of `time_unit` since 1970."""
@@ -34,7 +34,31 @@ class ColumnsSpec(Spec):
     user_features: tuple[FieldName, ...] = ()
     """Ids that describe the user, one table each; none: the user's own id."""
     item_features: tuple[FieldName, ...] = ()
-    """Further ids that describe the item, one table each."""
+    """Further ids that describe the item, one table each: other ones than the user's."""
+
+    @field_validator("item")
+    @classmethod
+    def _not_the_user(cls, value: str, info: ValidationInfo) -> str:
+        if value == info.data.get("user"):
+            said = {"allowed": "another column than the user's", "nearest": "item" if value == "item_id" else "item_id"}
+            raise PydanticCustomError("between_fields", "is the user's column too", said)
+        return value
+
+    @field_validator("user_features", "item_features")
+    @classmethod
+    def _features_are_apart(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        """Each feature has a table of its own name, which cannot be numbered by users and by items."""
+        taken = [info.data.get("item")]
+        if info.field_name == "item_features":
+            taken += info.data.get("user_features") or (info.data.get("user"),)
+        apart = [name for name in dict.fromkeys(value) if name not in taken]
+        if len(apart) < len(value):
+            clash = next((name for name in value if name in taken), None)
+            problem = "names one twice" if clash is None else "names {name}, which is a feature already"
+            others = ", ".join(str(name) for name in taken if name is not None)
+            said = {"name": clash, "allowed": f"each once, none of {others}", "nearest": apart}
+            raise PydanticCustomError("between_fields", problem, said)
+        return value
 
     @field_validator("actions")
     @classmethod
@@ -45,6 +69,18 @@ class ColumnsSpec(Spec):
         if len(set(value)) < len(value):
             said = {"allowed": "each once", "nearest": list(dict.fromkeys(value))}
             raise PydanticCustomError("between_fields", "names one twice", said)
+        if "liked" in value and info.data.get("rating") is not None:
+            others = [name for name in value if name != "liked"]
+            said = {"allowed": "other columns, or rating: null", "nearest": others}
+            raise PydanticCustomError("between_fields", "names liked, which is the task of the rating", said)
+        return value
+
+    @field_validator("watch")
+    @classmethod
+    def _watch_time_is_free(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and "watch_time" in info.data.get("actions", ()):
+            said = {"allowed": "null, or no watch_time among the actions", "nearest": None}
+            raise PydanticCustomError("between_fields", "gives the task watch_time, which an action is", said)
         return value
 
     @property

@@ -30,7 +30,8 @@ class SplitSpec(Spec):
     """How events are divided into training and held-out ones."""
 
     by: Literal["time", "user"] = "time"
-    """`time`: the newest share of all events is held out; `user`: the newest share of each user's events."""
+    """`time`: the newest share of all events is held out; `user`: the newest share of each user's events, where the
+    dataset has users."""
     eval_fraction: Annotated[Number, Field(gt=0, lt=1)] = 0.2
     """Share of the events held out."""
 
@@ -56,9 +57,10 @@ class DataSpec(Spec):
     hash_rows: dict[FieldName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
     """Tables of `parquet` whose ids are hashed into so many rows; the others are numbered. Of `criteo` C1 to C26."""
     cache_dir: DataPath | None = None
-    """Local folder that keeps `criteo` as arrays for later runs, 170 bytes a row; null: made anew for each run."""
+    """Local folder, by its whole path, that keeps `criteo` as arrays for later runs, 170 bytes a row; null: none is."""
     vocabulary: DataPath | None = None
-    """Folder of `parquet`'s vocabularies, one file per table: read if there, else written; null: numbered anew."""
+    """Local folder, by its whole path, of `parquet`'s vocabularies, one file per table: read if there, else written;
+    null: numbered anew."""
     unlisted: Literal["row", "error"] = "row"
     """An id that a vocabulary does not list: `row` gives all of them row 0; `error` ends the run."""
     split: SplitSpec = SplitSpec()
@@ -90,6 +92,36 @@ class DataSpec(Spec):
             raise PydanticCustomError("between_fields", "is required with dataset: {dataset}", said)
         if value is not None and dataset is not None and dataset not in DATASETS_OF_FILES:
             said = {"dataset": dataset, "allowed": "null", "nearest": None}
+            raise PydanticCustomError("between_fields", "has no effect with dataset: {dataset}", said)
+        return value
+
+    @field_validator("hash_rows", "cache_dir", "vocabulary", "unlisted")
+    @classmethod
+    def _dataset_looks_at_it(cls, value: Any, info: ValidationInfo) -> Any:
+        dataset, name = info.data.get("dataset"), info.field_name or ""
+        default, datasets = cls.model_fields[name].get_default(call_default_factory=True), DATA_SETTINGS[name]
+        if dataset is not None and dataset not in datasets and value != default:
+            allowed = f"the default, or dataset: {' or '.join(datasets)}"
+            said = {"dataset": dataset, "allowed": allowed, "nearest": default}
+            raise PydanticCustomError("between_fields", "has no effect with dataset: {dataset}", said)
+        return value
+
+    @field_validator("cache_dir", "vocabulary")
+    @classmethod
+    def _whole_path(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and not value.startswith(("/", "~/")):
+            last = value.rstrip("/").rsplit("/", 1)[-1].lstrip("~.")[:NAME_MAX] or info.field_name
+            said = {"allowed": "a local path that begins with / or ~/", "nearest": f"/data/{last}"}
+            raise PydanticCustomError(
+                "between_fields", "is no whole path, and a worker starts in its run's folder", said
+            )
+        return value
+
+    @field_validator("split")
+    @classmethod
+    def _split_has_an_effect(cls, value: SplitSpec, info: ValidationInfo) -> SplitSpec:
+        if value.by != "time" and info.data.get("dataset") in DATASETS_OF_ROWS:
+            said = {"part": "by", "dataset": info.data["dataset"], "allowed": "time", "nearest": "time"}
             raise PydanticCustomError("between_fields", "has no effect with dataset: {dataset}", said)
         return value
 
@@ -126,6 +158,14 @@ class DataSpec(Spec):
         """UIH tokens of one batch."""
         return self.batch_size * (self.uih_budget or self.uih_len)
 
+
+DATA_SETTINGS = {
+    "hash_rows": ("parquet", "criteo"),
+    "cache_dir": ("criteo",),
+    "vocabulary": ("parquet",),
+    "unlisted": ("parquet",),
+}
+"""Which datasets look at a setting; others refuse it."""
 
 DATASETS_OF_ROWS = ("synthetic-clicks", "criteo")
 """Datasets of rows with dense and multi-hot features, which `dlrm` takes; the others hold histories, for `dlrmv3`."""

@@ -225,6 +225,8 @@ LEAVES = [
         "data.dataset data.split data.split.by data.split.eval_fraction "
         "data.batch_size data.uih_len data.uih_budget data.rows data.rows.t "
         "data.path data.tasks data.on_bad_row data.columns.actions data.columns.rating data.hash_rows.t "
+        "data.cache_dir data.vocabulary data.unlisted data.columns.user data.columns.item data.columns.watch "
+        "data.columns.user_features data.columns.item_features "
         "data.synthetic.item_features data.synthetic.item_features.user_id data.synthetic.table_rows "
         "data.synthetic.user_features.t optimizers.dense optimizers.dense.kind "
         "optimizers.dense.momentum optimizers.dense.betas optimizers.sparse.kind optimizers.sparse.betas "
@@ -237,8 +239,9 @@ hostile = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.integers(-2, 70)
     | st.text(alphabet=st.characters(codec="utf-8"), max_size=8)
     | st.sampled_from(["4", "1e3", "yes", "off", "1:30", "gpu", "tpu", "cpu", "dlrm", "sgd",
-                       "adam", "xla", "v5p", 0, 2, 0.5])
+                       "adam", "xla", "v5p", "item_id", "user", "criteo", "parquet", "error", 0, 2, 0.5])
     | st.lists(st.floats() | st.text(max_size=3) | st.floats(0, 0.9), max_size=3)
+    | st.lists(st.sampled_from(["liked", "watch_time", "item_id", "user_id", "a", "b"]), max_size=4)
     | st.dictionaries(st.sampled_from(["kind", "lr", "x", "int", "cpu"]), st.integers() | st.just("tpu"), max_size=2)
 )  # fmt: skip
 
