@@ -49,7 +49,8 @@ class DLRMv3Spec(Spec):
     relative_bias: Literal["none", "time", "position", "both"] = "none"
     """What is learnt of two tokens' distance and added to their score; attention then runs without its kernels."""
     postprocessor: Literal["timestamp", "layer_norm", "l2_norm"] = "timestamp"
-    """How candidate tokens are normalised before the heads; `timestamp` adds hour and weekday of the query."""
+    """How candidate tokens are normalised before the heads; `timestamp` adds hour and weekday of the
+    candidate's own time, as the public model does."""
     dropout: Probability = 0.0
     """Probability of zeroing a value before a layer's output projection, in training."""
     input_dropout: Probability = 0.0

@@ -52,6 +52,25 @@ def batches(dataset: Dataset, *specs: dict[str, object], number: int) -> list[Ba
     return [Loader(dataset, spec_with(**spec).data, seed=0).train_batch(number)[0] for spec in specs]
 
 
+@pytest.mark.parametrize("bias", ["none", "time", "position", "both"])
+@pytest.mark.parametrize("postprocessor", ["layer_norm", "l2_norm"])
+def test_a_candidates_own_time_tells_nothing_beyond_the_moment_of_the_query(
+    dataset: Dataset, bias: str, postprocessor: str
+) -> None:
+    data = spec_with().model_dump(mode="json")
+    spec = validate_spec({**data, "model": {**data["model"], "relative_bias": bias, "postprocessor": postprocessor}})
+    model = build_model(spec, dataset.schema).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)  # tables of distances begin at 0
+    batch, _ = Loader(dataset, spec.data, seed=0).train_batch(0)
+    there = torch.arange(batch.cand_times.shape[1]) < batch.num_candidates.unsqueeze(1)
+    assert int((there.sum(1) > 1).sum()), "a row of several candidates"
+    later = batch._replace(cand_times=batch.query_times.unsqueeze(1) + there * torch.tensor([0, 10**5, 10**7]))
+    at_once = batch._replace(cand_times=batch.query_times.unsqueeze(1).expand_as(batch.cand_times))
+    found, want = (model(each).logits[:, there] for each in (later, at_once))
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("number", range(6))
 def test_packing_with_dummies_gives_the_numbers_of_own_slots(dataset: Dataset, model: nn.Module, number: int) -> None:
     own, packed = batches(dataset, {}, {"uih_budget": 36}, number=number)

@@ -72,7 +72,9 @@ class HSTUTransducer(nn.Module):
         layer = self._layer
         rule = AttentionRule(layout.num_candidates, window=layer.max_attn_len, full_len=layer.full_attn_len)
         rows = layout.attention_rows(rule, plain=layer.plain)
-        distances = Distances.of(layout, times_M) if layer.relative_bias != "none" else None
+        # All candidates are asked for at the query's moment: what each one's own time is, nobody knows then.
+        asked_M = torch.minimum(times_M, query_M)
+        distances = Distances.of(layout, asked_M) if layer.relative_bias != "none" else None
         x_MD = self._stu_module(x_MD, layout, rows, batch.n, distances)
         out: Tensor = self._output_postprocessor(layout.candidates(x_MD), batch.cand_times.reshape(-1))
         return out

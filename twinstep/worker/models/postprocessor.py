@@ -1,4 +1,4 @@
-"""What the transducer hands to the heads: candidate tokens, normalised, with hour and weekday of the query or not.
+"""What the transducer hands to the heads: candidate tokens, normalised, with hour and weekday of their times or not.
 
 # Shapes: R candidate rows, D token width.
 """

@@ -29,7 +29,7 @@ class Distances:
 
     @staticmethod
     def of(layout: Layout, times_M: Tensor) -> Distances:
-        """Measure a batch; `times_M` is each token's time, int64 seconds, 0 for contextual ones."""
+        """Measure a batch; `times_M` is each token's time, int64 seconds: a candidate's the query's, contextual 0."""
         times_BS = layout.unpack(times_M.unsqueeze(1)).squeeze(2)
         high_B1 = (layout.uih_lengths_B + layout.num_contextual).unsqueeze(1)
         ranks_BS = torch.minimum(layout.columns(), high_B1)
