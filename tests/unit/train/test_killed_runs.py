@@ -205,7 +205,7 @@ def test_without_a_place_sigterm_is_what_it_was(tmp_path: Path, runs: Runs) -> N
 
 def test_a_second_run_on_one_place_is_refused_and_the_first_goes_on(tmp_path: Path, runs: Runs) -> None:
     second = Runs()
-    spec = {**spec_in(tmp_path / "place", every_steps=7), "train": {"steps": 400, "eval_batches": 1}}
+    spec = {**spec_in(tmp_path / "place", every_steps=7), "train": {"steps": 100_000, "eval_batches": 1}}
     pid = runs.start(tmp_path / "one", spec)
     when_step(tmp_path / "one", 3, pid)
     second.start(tmp_path / "two", spec)
