@@ -85,6 +85,13 @@ EVENTS = (
         "`count`, `kept`, `first`",
     ),
     (
+        "features_vary",
+        "worker",
+        "Rows of one user or item do not agree on a feature (dataset: parquet): the last is taken, and so tells "
+        "training what comes later.",
+        "`features`",
+    ),
+    (
         "compiled",
         "worker",
         "The step was compiled for the first time in this run.",

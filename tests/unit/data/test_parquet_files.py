@@ -6,7 +6,8 @@ import math
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import fsspec
 import numpy as np
@@ -25,6 +26,7 @@ from twinstep.worker.data.files import open_folder
 from twinstep.worker.data.hashing import hash_ids, text_keys
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.parquet import read_parquet
+from twinstep.worker.train.loop import Trainer
 
 PLAIN: dict[str, list[Any]] = {
     "user_id": [7, -3, 7, 2**63 - 1],
@@ -93,6 +95,28 @@ def test_columns_units_texts_and_actions_are_taken_as_the_spec_says(tmp_path: Pa
     milliseconds = PLAIN | {"timestamp": [each * 1000 for each in PLAIN["timestamp"]]}
     data = load(write(tmp_path / "ms/a.parquet", milliseconds), columns={"time_unit": "ms"})
     assert data.events.time.tolist() == [90, 100, 120, 130]
+
+
+def test_features_that_vary_within_their_user_or_item_are_counted_and_reported(tmp_path: Path) -> None:
+    table = PLAIN | {"country": ["de", "fr", "it", "fr"], "plan": [1, 2, 1, 3], "brand": [5, 6, 7, 8]}
+    columns = {"user_features": ["user_id", "country", "plan"], "item_features": ["brand"]}
+    data = load(write(tmp_path / "a.parquet", table, row_group_size=1), columns=columns)
+    assert data.left_out.varying == {"country": 1, "brand": 1}, "user 7 has two countries, item 20 two brands"
+    assert data.left_out.count == 0
+    told: list[Any] = []
+    loop = SimpleNamespace(
+        _dataset=data,
+        _view=SimpleNamespace(say=told.append),
+        _reporter=SimpleNamespace(event=lambda *given: told.append(given)),
+    )
+    Trainer._report_left_out(cast(Trainer, loop))
+    assert told[0] == told[1][1]
+    assert "(brand: 1, country: 1)" in told[0]
+    assert (told[1][0], told[1][2]) == ("features_vary", {"features": {"country": 1, "brand": 1}})
+    told.clear()
+    loop._dataset = load(tmp_path, columns={"user_features": ["plan"]})
+    Trainer._report_left_out(cast(Trainer, loop))
+    assert told == []
 
 
 ROW = st.tuples(

@@ -48,6 +48,8 @@ class BadRows:
     by_file: dict[str, int] = field(default_factory=dict)
     first: list[BadRow] = field(default_factory=list)
     """The first `FIRST` of them."""
+    varying: dict[str, int] = field(default_factory=dict)
+    """Features of users or items by name, and of how many of them not all rows say the same; such rows are kept."""
 
     def add(self, file: str, rows: Ints, problem: Callable[[int], str], *, before: str = "") -> None:
         """Take note of rows that break their format.
@@ -75,6 +77,12 @@ class BadRows:
         files = ", ".join(f"{name}: {count:,}" for name, count in sorted(self.by_file.items()))
         first = f"; the first: {self.first[0]}" if self.first else ""
         return f"{self.count:,} of {self.count + self.kept:,} rows left out ({files}){first}"
+
+
+def varying_features(varying: dict[str, int]) -> str:
+    """Return one sentence about features that are not the same in all rows of a user or an item."""
+    names = ", ".join(f"{name}: {count:,}" for name, count in sorted(varying.items()))
+    return f"features that vary within their user or item, taken from the last row, later than training's ({names})"
 
 
 class CheckedRows:

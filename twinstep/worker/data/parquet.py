@@ -49,7 +49,8 @@ def read_parquet(
 ) -> tuple[Events, DataSchema]:
     """Read all Parquet files of a folder, in the order of their names. `batch_rows` changes nothing but memory.
 
-    A user's features are those of the user's last row, an item's those of the item's.
+    A user's features are those of the user's last row in the files, an item's those of the item's: held out or not, so
+    one that changes tells training what comes later. `bad.varying` says of which features and how often.
 
     Raises:
         DataError: there is no file, one is cut off or has not the columns and types it should, or a row is bad.
@@ -61,7 +62,7 @@ def read_parquet(
         raise folder.lacks("a Parquet file", layout=f"files that end in {', '.join(ENDINGS)}")
     newest = np.zeros(1, dtype=np.int64)  # latest time of any good row so far
     parts = (part for file in files for part in _file(file, columns, bad, newest, batch_rows))
-    return _events(gather(parts), spec, folder.called + (f" ({bad.summary()})" if bad.count else ""))
+    return _events(gather(parts), spec, bad, folder.called + (f" ({bad.summary()})" if bad.count else ""))
 
 
 def _file(
@@ -211,7 +212,7 @@ class _Batch(CheckedRows):
         return np.where(wrong, np.float32(0), narrow)
 
 
-def _events(found: dict[str, Column], spec: DataSpec, source: str) -> tuple[Events, DataSchema]:
+def _events(found: dict[str, Column], spec: DataSpec, bad: BadRows, source: str) -> tuple[Events, DataSchema]:
     columns = spec.columns
     if not found or not len(found["time"]):
         raise DataError(f"{source} holds no events", remedy="give files with at least one event per split")
@@ -220,6 +221,8 @@ def _events(found: dict[str, Column], spec: DataSpec, source: str) -> tuple[Even
     people = columns.user_features or (columns.user,)
     items = (columns.item, *columns.item_features)
     tables: dict[str, int] = {}
+    for names, at, of in ((people, user_of, user), (items, item_of, item)):
+        bad.varying.update(_varying({name: found[f"key {name}"] for name in names}, at, of))
     features = [
         np.stack([_rows(name, found[f"key {name}"][at], spec, tables) for name in names], axis=1)
         for names, at in ((people, user_of), (items, item_of))
@@ -256,6 +259,18 @@ def _number(keys: Ints) -> tuple[Ints, Ints]:
     """Number keys from 0 in rising order; return the last position of each, and the number at each position."""
     _, last, numbers = np.unique(keys[::-1], return_index=True, return_inverse=True)
     return len(keys) - 1 - last, numbers[::-1]
+
+
+def _varying(features: dict[str, Ints], at: Ints, of: Ints) -> dict[str, int]:
+    """Return of how many users (or items) a feature is not in all rows what it is in the last, where it is of any.
+
+    Args:
+        features: [E] int64 keys by name.
+        at: [P] int64: position of each user's last row.
+        of: [E] int64: the user of each row.
+    """
+    counts = {name: len(np.unique(of[keys != keys[at][of]])) for name, keys in features.items()}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _rows(table: str, keys: Ints, spec: DataSpec, tables: dict[str, int]) -> Ints:

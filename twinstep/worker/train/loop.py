@@ -15,6 +15,7 @@ from twinstep.spec.job import JobSpec
 from twinstep.spec.report import BaselineScore, RunSummary
 from twinstep.spec.words import EXIT_PREEMPTED
 from twinstep.worker.compile import CompileEvent, CompileWarning, Runner, StepCompiler
+from twinstep.worker.data.badrows import varying_features
 from twinstep.worker.data.baselines import baseline_aucs
 from twinstep.worker.data.batch import BATCH_DIMS, BatchStats
 from twinstep.worker.data.datasets import load_dataset
@@ -234,6 +235,10 @@ class Trainer:
             self._view.say(bad.summary())
             first = [str(row) for row in bad.first]
             self._reporter.event("rows_left_out", bad.summary(), {"count": bad.count, "kept": bad.kept, "first": first})
+        if bad.varying:
+            said = varying_features(bad.varying)
+            self._view.say(said)
+            self._reporter.event("features_vary", said, {"features": bad.varying})
 
     def _save_where_due(self, scores: Scores | None) -> None:
         if self._rewind is not None and self._rewind.due(self.step):
