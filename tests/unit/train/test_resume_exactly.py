@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from twinstep.spec.errors import TrainError
 from twinstep.spec.parse import validate_spec
 from twinstep.spec.report import RunSummary
 from twinstep.worker.checkpoint.errors import MisfitError
+from twinstep.worker.checkpoint.manifest import Manifest
 from twinstep.worker.checkpoint.read import Reader
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.train.goodput import Goodput
@@ -21,7 +23,7 @@ from twinstep.worker.train.guard import LossGuard
 from twinstep.worker.train.heartbeat import Heartbeat
 from twinstep.worker.train.loop import Trainer
 from twinstep.worker.train.progress import ProgressView
-from twinstep.worker.train.saving import run_tensors
+from twinstep.worker.train.saving import check_same_job, run_tensors
 from twinstep.worker.train.step import make_train_step
 from twinstep.worker.train.stop import StopSignal
 
@@ -181,6 +183,70 @@ def test_a_spec_that_does_not_fit_is_refused_by_tensor(tmp_path: Path) -> None:
         Run(other)
     assert any("[16" in fault.problem and "[8" in fault.problem for fault in refused.value.faults)
     assert Run(spec_of(path=tmp_path)).summary is not None, "the checkpoint is as it was"
+
+
+OTHER_JOBS = [
+    ("model.dropout", 0.3),
+    ("model.max_attn_len", 3),
+    ("data.label_threshold", 3.0),
+    ("data.split.by", "user"),
+    ("data.synthetic.zipf", 1.5),
+    ("data.uih_len", 7),
+    ("optimizers.dense.kind", "adamw"),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), OTHER_JOBS)
+def test_another_job_with_tensors_of_the_same_shapes_is_refused_by_field(
+    tmp_path: Path, field: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Run(spec_of(path=tmp_path, eval_every=0), stop_at=2)
+    other = changed(spec_of(path=tmp_path, eval_every=0), field, value)
+    loaded: list[Any] = []
+    monkeypatch.setattr("twinstep.worker.checkpoint.saver.load_tensors", lambda *given: loaded.append(given))
+    with pytest.raises(MisfitError, match=re.escape(f"{field} is {value!r}, in the checkpoint")) as refused:
+        Run(other)
+    assert [fault.field for fault in refused.value.faults] == [field]
+    assert not loaded, "nothing was changed"
+
+
+SAME_JOB = [
+    ("data.batch_size", 8),
+    ("data.uih_budget", 6),
+    ("data.on_bad_row", "skip"),
+    ("optimizers.dense.lr", 0.01),
+    ("optimizers.dense.weight_decay", 0.1),
+    ("train.steps", 3),
+    ("train.clip_norm", 1.0),
+    ("model.action_init_std", 0.2),
+    ("name", "another"),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), SAME_JOB)
+def test_what_may_change_goes_on(tmp_path: Path, field: str, value: Any) -> None:
+    Run(spec_of(path=tmp_path, eval_every=0, steps=3), stop_at=2)
+    run = Run(changed(spec_of(path=tmp_path, eval_every=0, steps=3), field, value))
+    assert list(run.notes.losses) == [3]
+
+
+def test_fields_that_the_writers_version_did_not_know_are_no_difference() -> None:
+    spec = validate_spec(spec_of())
+    before = spec.model_dump(mode="json")
+    del before["data"]["synthetic"]["zipf"], before["model"]["dropout"]
+    before["data"]["long_gone"] = 1
+    manifest = Manifest(number=1, step=1, written_at=0, about={"spec": before}, files={}, tensors={})
+    check_same_job(spec, manifest)
+    check_same_job(spec, manifest.model_copy(update={"about": {}}))
+    before["model"]["kind"] = "dlrm"
+    with pytest.raises(MisfitError, match=r"model\.kind is 'dlrmv3', in the checkpoint 'dlrm'"):
+        check_same_job(spec, manifest)
+
+
+def changed(spec: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
+    """Return a spec with another value of one field."""
+    first, _, rest = field.partition(".")
+    return {**spec, first: changed(spec.get(first, {}), rest, value) if rest else value}
 
 
 def test_a_finished_run_that_is_started_again_only_evaluates_and_more_steps_go_on(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ class ForeignError(TrainError):
 
 
 class MisfitError(SpecError):
-    """A checkpoint is whole, and of another model or other optimizers than the spec asks for."""
+    """A checkpoint is whole, and of another model, other data or other optimizers than the spec asks for."""
 
     code = "checkpoint_misfit"
 

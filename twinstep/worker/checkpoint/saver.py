@@ -11,7 +11,7 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,11 +88,18 @@ class Checkpoints:
             raise unavailable(self.place.url, error) from error
 
     def restore(
-        self, model: nn.Module, optimizers: Mapping[str, Optimizer]
+        self,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        *,
+        fits: Callable[[Manifest], None] | None = None,
     ) -> tuple[Manifest, dict[str, Tensor]] | None:
         """Load the newest checkpoint that is whole into a model and its optimizers; None: there is none to load.
 
         Damaged ones are passed over, each with a note.
+
+        Args:
+            fits: raises MisfitError where a checkpoint, whose tensors fit, is of another job for other reasons.
 
         Returns:
             Its manifest, and all its tensors, those of random generators too.
@@ -109,6 +116,8 @@ class Checkpoints:
                 problem = reader
                 continue
             check_fits(reader.manifest, model, optimizers)
+            if fits is not None:
+                fits(reader.manifest)
             try:
                 values = reader.tensors({path: self.snapshot.tensors.get(path) for path in reader.manifest.tensors})
             except DamagedError as error:

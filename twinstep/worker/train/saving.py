@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform as machine
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twinstep.spec.errors import SpecError
+from twinstep.spec.base import Spec
+from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import CheckpointSpec, JobSpec
 from twinstep.worker.checkpoint.content import RANDOM, live_tensors
+from twinstep.worker.checkpoint.errors import MisfitError
 from twinstep.worker.checkpoint.keep import Keep
 from twinstep.worker.checkpoint.manifest import Manifest
 from twinstep.worker.checkpoint.saver import Checkpoints
@@ -25,6 +28,12 @@ from twinstep.worker.train.versions import software_versions
 PLACE = "TWINSTEP_CHECKPOINTS"
 """Environment variable: the job's own place, where a control plane gave it one."""
 ATTEMPT = "TWINSTEP_ATTEMPT"
+MAY_CHANGE = frozenset(
+    {"data.batch_size", "data.uih_budget", "data.path", "data.cache_dir", "data.on_bad_row"}
+    | {"model.preset", "model.action_init_std"}
+)
+"""Fields of model and data that a run may go on with otherwise: how much at once, where files lie, how it began."""
+_KIND = re.compile(r"optimizers\.\w+\.kind$")
 SCORES = ("auc", "ne", "log_loss")
 
 
@@ -90,10 +99,12 @@ class Saving:
         """Bring back the newest state that is whole, tensors and random numbers; None: there is none.
 
         Raises:
-            MisfitError: it is of another model; nothing was changed.
+            MisfitError: it is of another model, other data or other optimizers; nothing was changed.
             DamagedError: there are checkpoints, and none is whole.
         """
-        found = self._checkpoints.restore(self._model, self._optimizers)
+        found = self._checkpoints.restore(
+            self._model, self._optimizers, fits=lambda manifest: check_same_job(self._spec, manifest)
+        )
         self.look()
         if found is None:
             return None
@@ -165,6 +176,43 @@ class Saving:
         """Wait for what is being written, report it, and let others write there."""
         self._checkpoints.close()
         self.look()
+
+
+def check_same_job(spec: JobSpec, manifest: Manifest) -> None:
+    """Hold what a checkpoint was trained as against a spec: tensors may have equal shapes and another meaning.
+
+    Raises:
+        MisfitError: the model, the data or the kind of an optimizer differs; each field is named in `faults`.
+    """
+    before = manifest.about.get("spec")
+    if not isinstance(before, Mapping):
+        return
+    faults = [
+        fault
+        for fault in _changed(spec, before, "")
+        if fault.field.startswith(("model.", "data.")) or _KIND.match(fault.field)
+    ]
+    if faults:
+        told = ", ".join(f"{fault.field} {fault.problem}" for fault in faults)
+        raise MisfitError(
+            f"the checkpoint of step {manifest.step} is of another job than the spec: {told}",
+            remedy="undo the change of the spec, or give another checkpoint.path to start anew",
+            faults=tuple(faults),
+        )
+
+
+def _changed(spec: Spec, before: Mapping[str, Any], path: str) -> Iterator[Fault]:
+    """Yield the fields that differ, of those that the version which wrote `before` knew too."""
+    now = spec.model_dump(mode="json")
+    for name in type(spec).model_fields:
+        field, value = f"{path}{name}", getattr(spec, name)
+        if name not in before or field in MAY_CHANGE:
+            continue
+        if isinstance(value, Spec) and isinstance(before[name], Mapping):
+            yield from _changed(value, before[name], f"{field}.")
+        elif now[name] != before[name]:
+            given, allowed = repr(now[name])[:120], repr(before[name])[:120]
+            yield Fault(field=field, problem=f"is {given}, in the checkpoint {allowed}", given=given, allowed=allowed)
 
 
 def random_name(spec: JobSpec) -> str:
