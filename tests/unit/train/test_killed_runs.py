@@ -155,7 +155,7 @@ def test_a_kill_at_any_moment_loses_the_steps_since_the_last_checkpoint_and_noth
     dice = random.Random(seed)
     run_dir, place = tmp_path / "run", tmp_path / "place"
     spec = spec_in(place, every_steps=7)
-    killed_at = dice.randrange(1, STEPS - 1)
+    killed_at = dice.randrange(1, STEPS - 10)  # on a busy machine the last steps are over before a kill comes
     pid = runs.start(run_dir, spec)
     when_step(run_dir, killed_at, pid)
     time.sleep(dice.random() * 0.004)  # into a step, a copy, or a file that is being written
