@@ -14,8 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import func, select
+from sqlalchemy.exc import DataError
 
 from twinstep.platform.scheduler.accounts import LOCAL
+from twinstep.platform.scheduler.service import Service
+from twinstep.platform.settings import Settings
+from twinstep.platform.store import store as store_module
 from twinstep.platform.store import submits
 from twinstep.platform.store.audit import AuditLog
 from twinstep.platform.store.database import Database
@@ -115,6 +119,55 @@ def test_a_bad_submit_does_not_keep_the_others_from_being_stored(one_store: Stor
     jobs = [each[0].id if isinstance(each, tuple) else None for each in found]
     assert (jobs[3], jobs[4]) == (first[0].id, jobs[0])
     assert len({jobs[0], jobs[5], jobs[7], first[0].id}) == 4
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+@pytest.mark.parametrize("how", ["text", "data", "bug"])
+def test_a_submit_that_the_database_refuses_is_alone_with_its_error(
+    one_store: Store, monkeypatch: pytest.MonkeyPatch, place: int, how: str
+) -> None:
+    """None of the others is lost, and none is told that it failed and would be sent, and stored, again."""
+    name, actor = f"good-{next(OWNERS)}", f"u{next(OWNERS)}"
+    asked = [submit(spec=JobSpec(name=name), actor=actor) for _ in range(4)]
+    bad = "b\0d" if how == "text" else "bad"  # PostgreSQL itself refuses the first
+    asked.insert(place, submit(actor=bad))
+    if how == "text" and one_store.database.dialect == "sqlite":
+        pytest.skip("SQLite stores any text")
+    write = submits._write
+
+    def refuses(connection: Any, new: Any) -> None:
+        write(connection, new)
+        if any(each.actor == "bad" for each, _ in new):
+            raise DataError("INSERT", {}, Exception("out of range")) if how == "data" else KeyError(1)
+
+    monkeypatch.setattr(submits, "_write", refuses)
+    found = store_submits(one_store.database, asked)
+    assert [isinstance(each, tuple) for each in found] == [number != place for number in range(5)]
+    assert isinstance(found[place], KeyError if how == "bug" else DataError)
+    assert _counts(one_store, name) == (4, 4, 4, 0)
+
+
+def test_the_scheduler_looks_once_a_job_is_stored_though_nobody_waits_for_the_answer(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that goes cancels what it waits for; the job is stored all the same."""
+    begun, go_on, seen = threading.Event(), threading.Event(), []
+    whole = store_module.store_submits
+
+    def slowly(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return whole(*args)
+
+    monkeypatch.setattr(store_module, "store_submits", slowly)
+    service = Service(store, settings, nudge=lambda: seen.append(len(store.jobs().items)))
+    future = service.submit(SPEC, home=service.accounts.users.project(DEFAULT_PROJECT))
+    assert begun.wait(20)
+    assert future.cancel()
+    assert seen == []
+    go_on.set()
+    store._submits.close()
+    assert seen == [1]
 
 
 def _counts(store: Store, name: str) -> tuple[int, ...]:

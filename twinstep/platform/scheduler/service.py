@@ -103,7 +103,7 @@ class Service:
         self.logs = Logs(store.database, store.changes)
         """What was collected of runs in a cluster."""
         self._store = store
-        self._nudge = nudge
+        self._nudge = store.on_stored = nudge
         self._age = reconciler_age
         self._cluster_health = cluster_health
         self.cluster_figures = cluster_figures
@@ -125,9 +125,7 @@ class Service:
         Args:
             key: the submitter's own, by which a submit that is sent again is known.
         """
-        future = self._store.submit(Submit(spec=spec, project=home.name, home=home, actor=actor, key=key))
-        future.add_done_callback(lambda _: self._nudge())
-        return future
+        return self._store.submit(Submit(spec=spec, project=home.name, home=home, actor=actor, key=key))
 
     def submit_job(self, spec: JobSpec, *, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT) -> JobDetail:
         """Check and store a job, and wait until it is stored.

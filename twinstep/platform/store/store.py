@@ -7,7 +7,7 @@ in the same transaction. Nothing here starts a process, reads a run's files or w
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -57,6 +57,8 @@ class Store:
         self.changes = Changes()
         self.series = SeriesReader(self._database)
         """Metrics as charts want them."""
+        self.on_stored: Callable[[], None] = lambda: None
+        """Is called after each commit of new jobs, whether or not whoever submitted them still waits."""
         self._submits = Gathered(self._store, name="submits")
         if self._database.dialect == "postgresql":
             self.changes.share(self._database.url)
@@ -85,9 +87,11 @@ class Store:
 
     def _store(self, submits: Sequence[Submit]) -> Sequence[Stored | Exception]:
         answers = store_submits(self._database, submits)
-        for answer in answers:
-            if isinstance(answer, tuple) and answer[1]:
-                self.changes.bump(answer[0].id)
+        new = [answer[0].id for answer in answers if isinstance(answer, tuple) and answer[1]]
+        for job_id in new:
+            self.changes.bump(job_id)
+        if new:
+            self.on_stored()
         return answers
 
     def create_job(self, spec: JobSpec, *, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT) -> JobDetail:

@@ -78,19 +78,19 @@ def store_submits(database: Database, submits: Sequence[Submit]) -> Sequence[Sto
     """
     try:
         return _committed(database, submits)
-    except IntegrityError:  # another control plane stored a key since it was looked for
+    except TwinstepError:  # the database's trouble, not one submit's
+        raise
+    except Exception:  # another control plane stored a key since it was looked for, or one submit cannot be stored
         return [_alone(database, each) for each in submits]
 
 
 def _alone(database: Database, submit: Submit) -> Stored | Exception:
     try:
-        return _committed(database, [submit])[0]
-    except IntegrityError:
         try:
+            return _committed(database, [submit])[0]
+        except IntegrityError:
             return _committed(database, [submit])[0]  # it finds what the first try met
-        except (IntegrityError, TwinstepError) as error:
-            return error
-    except TwinstepError as error:
+    except Exception as error:  # its own: those before it are committed
         return error
 
 
