@@ -97,6 +97,15 @@ def test_whoever_is_not_known_fills_neither_the_log_nor_the_memory(live, admin, 
     assert ask(admin).status_code == 200
 
 
+def test_what_is_open_to_anybody_tries_no_more_tokens_than_the_rest(live, admin, ask) -> None:
+    codes = [ask(f"tsp_{number:043}", path="/readyz").status_code for number in range(FAILURES + 3)]
+    assert codes[:FAILURES] == [200] * FAILURES
+    assert 429 in codes[FAILURES:]
+    assert ask("tsp_" + "y" * 43).status_code == 429, "they are counted together"
+    assert ask(admin, path="/readyz").status_code == 200
+    assert live.http.get("/readyz").status_code == 200, "a probe shows no token"
+
+
 def test_a_line_is_there_if_and_only_if_its_change_is(live, monkeypatch) -> None:
     store = live.plane.store
     entry = Entry(actor="ada", action="job.submit", project="default")

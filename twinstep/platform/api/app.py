@@ -57,7 +57,7 @@ async def healthz() -> Health:
     return Health()
 
 
-@health.get("/readyz", summary="Does it do its work?", responses={503: {"model": Readiness}})
+@health.get("/readyz", summary="Does it do its work?", responses={429: responses(429)[429], 503: {"model": Readiness}})
 def readyz(request: Request, service: Asked, response: Response) -> Readiness:
     """Say whether the database answers and the scheduler passes over the runs; 503 where not.
 

@@ -167,10 +167,21 @@ async def _who(scope: Scope, service: Service) -> Principal | None:
 
 
 def knows_whoever_asks(request: Request) -> bool:
-    """Say whether no login is asked for, or a good token came with a request to what is open to anybody; blocks."""
+    """Say whether no login is asked for, or a good token came with a request to what is open to anybody; blocks.
+
+    Raises:
+        LimitError: a token came that is not good, and too many such before it.
+    """
     accounts: Accounts = request.app.state.service.accounts
-    secret = bearer(request.headers)
-    return not accounts.asks_for_login() or (secret is not None and accounts.by_token(secret) is not None)
+    if not accounts.asks_for_login():
+        return True
+    if (secret := bearer(request.headers)) is None:
+        return False
+    if accounts.by_token(secret) is not None:
+        return True
+    if isinstance(error := failed(request.scope, "the token is wrong, revoked or expired"), LimitError):
+        raise error
+    return False
 
 
 def failed(scope: Scope, problem: str) -> TwinstepError:
