@@ -62,6 +62,7 @@ def test_json_is_one_line_and_over_tolerance_is_exit_code_one(
         (SPEC, ["--backend", "cuda"], "cuda"),
         (SPEC, ["--html", "/nowhere/report.html"], "no directory /nowhere"),
         (SPEC.replace("hidden_dim: 8", "hidden_dim: 8, dropout: 0.5"), [], "model.dropout is 0.5"),
+        (SPEC.replace("hidden_dim: 8", "hidden_dim: 8, attention_dropout: 0.1"), [], "model.attention_dropout is 0.1"),
         (SPEC + "accelerator: {kind: gpu, model: h100, count: 8}\n", [], "accelerator"),
         ("name: A", [], "name"),
     ],

@@ -118,7 +118,9 @@ def test_tokens_projects_members_and_the_audit_log_by_the_command(live, at, say,
     job = told("submit", str(spec), "--project", "team")["job"]
     assert (job["project"], job["submitted_by"]) == ("team", "bob")
     assert [each["id"] for each in told("ls", "--project", "team")["jobs"]] == [job["id"]]
-    assert told("ls", "--project", "default")["jobs"] == []
+    code, out, _ = say("ls", "--project", "default", "--json")  # there, but none of bob's
+    assert (code, json.loads(out)["error"]["code"]) == (2, "not_found")
+    assert "yours are: team" in json.loads(out)["error"]["remedy"]
     code, out, _ = say("token", "list", "--json")
     assert (code, json.loads(out)["error"]["code"]) == (2, "forbidden")
 

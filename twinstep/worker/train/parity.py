@@ -43,9 +43,11 @@ def parity_spec(
         TwinstepError: the spec asks for what is not here, data is missing, or the step cannot be compiled.
     """
     if "xla" in backends and spec.model.draws:
+        drawn = {name: getattr(spec.model, name, 0) for name in ("dropout", "input_dropout", "attention_dropout")}
+        said = ", ".join(f"model.{name} is {value:g}" for name, value in drawn.items() if value)
         raise SpecError(
-            "the model has dropout: XLA draws other masks than PyTorch, so steps cannot be compared",
-            remedy="set all three dropouts of the model to 0, or --backend inductor, which draws PyTorch's own",
+            f"{said}: XLA draws other masks than PyTorch, so steps cannot be compared",
+            remedy="set every dropout of the model to 0, or --backend inductor, which draws PyTorch's own",
         )
     for backend in backends:
         uncached = spec.compile.model_copy(update={"backend": backend, "cache": False})
