@@ -18,7 +18,7 @@ FLOAT = 4  # bytes; tables, slots and activations are float32
 ROW_ALIGN = 8  # float32 of a row, and rows of a shard: 32 bytes; jax-tpu-embedding, round_up_dim_and_vocab_size
 COO_BYTES = 12  # of a slot: embedding id, sample id, gain; jax-tpu-embedding's padded CSR
 LANES = 128  # float32 of a TensorCore's row: narrower rows are padded to it
-KIB, GIB = 1 << 10, 1 << 30
+KIB = 1 << 10
 RESERVED = 64 * KIB  # that a program with SparseCore work takes in any case; measured
 
 
@@ -31,8 +31,6 @@ class SparseCoreFacts:
     tiles: int
     tile_bytes: int | None
     """Memory of one tile (TileSpmem)."""
-    hbm_bytes: int
-    """HBM of one chip; v7x: of one of its two devices."""
     copies_activations: bool
     """Whether activations and gradients are copied between the SparseCore's layout and the TensorCore's, whose rows are
     whole lanes. Measured for v5p (yes) and v6e (no); taken to be so for the others, which asks for more."""
@@ -47,7 +45,6 @@ FACTS: dict[Generation, SparseCoreFacts] = {
         per_device=4,
         tiles=16,
         tile_bytes=None,
-        hbm_bytes=32 * GIB,
         copies_activations=True,
         source=f"{_GUIDE}; {_DOCS}/v4",
     ),
@@ -55,7 +52,6 @@ FACTS: dict[Generation, SparseCoreFacts] = {
         per_device=4,
         tiles=16,
         tile_bytes=512 * KIB,
-        hbm_bytes=95 * GIB,
         copies_activations=True,
         source=f"{_INFO}; {_DOCS}/v5p",
     ),
@@ -63,7 +59,6 @@ FACTS: dict[Generation, SparseCoreFacts] = {
         per_device=2,
         tiles=16,
         tile_bytes=256 * KIB,
-        hbm_bytes=32 * GIB,
         copies_activations=False,
         source=f"{_INFO}; {_DOCS}/v6e",
     ),
@@ -71,7 +66,6 @@ FACTS: dict[Generation, SparseCoreFacts] = {
         per_device=2,
         tiles=16,
         tile_bytes=512 * KIB,
-        hbm_bytes=96 * GIB,
         copies_activations=True,
         source=f"{_INFO}; {_DOCS}/tpu7x",
     ),
