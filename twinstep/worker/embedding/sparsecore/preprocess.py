@@ -27,6 +27,7 @@ from twinstep.worker.embedding.sparsecore.inputs import (
 from twinstep.worker.embedding.sparsecore.kernels.buckets import BUCKETS
 from twinstep.worker.embedding.sparsecore.kernels.columns import (
     O_DROPPED,
+    O_END,
     O_OUTSIDE,
     O_OVERFLOW,
     O_REQUIRED,
@@ -41,10 +42,12 @@ from twinstep.worker.embedding.sparsecore.kernels.columns import (
     T_KEPT,
     T_SAMPLES,
     T_STACK,
+    T_STALE,
 )
 from twinstep.worker.embedding.sparsecore.kernels.run import (
     run_block_samples,
     run_count_buckets,
+    run_require_buckets,
     run_sorted,
     run_split_entries,
     run_whole,
@@ -52,8 +55,8 @@ from twinstep.worker.embedding.sparsecore.kernels.run import (
     run_write_block,
     run_write_buckets,
 )
-from twinstep.worker.embedding.sparsecore.minibatches import minibatch_of_bucket, split_bits
-from twinstep.worker.embedding.sparsecore.result import Preprocessed, Split, Statistics, slab
+from twinstep.worker.embedding.sparsecore.minibatches import minibatch_of_bucket
+from twinstep.worker.embedding.sparsecore.result import Preprocessed, Slabs, Split, Statistics, fresh
 from twinstep.worker.embedding.sparsecore.stacking import Stack, StackPlan
 from twinstep.worker.embedding.sparsecore.tables import Tables, Template, aligned, cores_of, partitions
 from twinstep.worker.embedding.sparsecore.workers import Scratch, Workers
@@ -77,7 +80,7 @@ class Policy:
 
 
 class Preprocessor:
-    """Turns batches into buffers. One batch at a time; buffers of each batch are new.
+    """Turns batches into buffers, one batch at a time. Buffers are not written to again while anything holds them.
 
     Args:
         plan: with limits for every stack.
@@ -120,6 +123,7 @@ class Preprocessor:
         self._workers = Workers(threads)
         pooled = BUCKETS if self.policy.split == "vocabulary" else 1  # 64 minibatches at most share the slots
         self._slots = {stack.name: self._slots_of(stack, pooled) for stack in plan.stacks}
+        self._slabs, self._whole_shapes = Slabs(), self._shapes(1, self._slots)
 
     def __call__(self, batch: Mapping[str, Given]) -> Preprocessed:
         """Preprocess one batch of this host.
@@ -185,7 +189,8 @@ class Preprocessor:
 
     def _whole(self, rows: Mapping[str, Rows]) -> tuple[Tables, Any]:
         tables = self._template.fill(rows, kept=False)
-        buffers = slab(self._shapes(1, self._slots))
+        slab, tables.tasks[:, T_STALE] = self._slabs.take(self._whole_shapes, len(tables.tasks))
+        buffers = slab.buffers()
         self._template.set_buffers(tables, buffers, pooled=False)
         most = int(tables.tasks[:, T_ENTRIES].max())
         gained = max(most, int(tables.stacks[:, S_SAMPLES].max())) if self._any_gains(tables) else 1
@@ -201,6 +206,8 @@ class Preprocessor:
             run_whole(chosen, tables.given, self._cores, own, spare, scratch.counts, tables.out)
 
         self._workers.run(self._workers.share(tables.tasks[:, T_ENTRIES]), work)
+        if not tables.found[:, O_OUTSIDE].any():
+            slab.written = tables.found[:, O_END].copy()
         return tables, buffers
 
     def _sorted(self, rows: Mapping[str, Rows]) -> tuple[Tables, Any]:
@@ -224,7 +231,7 @@ class Preprocessor:
 
     def _write_whole(self, tables: Tables, kept: Any) -> Any:
         """Write what is kept as one minibatch, the SparseCores of a device one after another."""
-        buffers = slab(self._shapes(BUCKETS, self._slots))
+        buffers = fresh(self._shapes(BUCKETS, self._slots))
         self._template.set_buffers(tables, buffers, pooled=True)
         self._template.set_begins(tables, tables.found[:, O_REQUIRED], ends=True)
         self._workers.run(
@@ -238,33 +245,29 @@ class Preprocessor:
         most, shards = int(tables.tasks[:, T_ENTRIES].max()), self.plan.cores.count
         scratch = self._workers.scratch[0]
         buckets = scratch.take("buckets", np.uint8, len(kept[0]))
-        sizes = np.zeros((3, len(tables.tasks), shards, BUCKETS), np.int32)
+        sizes = np.zeros((len(tables.tasks), BUCKETS, shards), np.int32)
+        masks = np.zeros(len(tables.tasks), np.uint64), np.zeros((len(tables.tasks), 4), np.int64)
         shares = self._workers.share(tables.tasks[:, T_ENTRIES])
 
         def measure(chosen: Array, own: Scratch) -> None:
             columns = own.take("columns", np.uint64, most)
-            run_count_buckets(chosen, tables.given, self._cores, kept, columns, buckets, tables.out, sizes)
+            run_count_buckets(chosen, tables.given, self._cores, kept, columns, buckets, tables.out, sizes, masks)
 
         self._workers.run(shares, measure)
-        mask = 0
-        for number, stack in enumerate(self.plan.stacks):
-            limits = stack.held_to
-            mine = tables.tasks[:, T_STACK] == number
-            mask |= split_bits(sizes[0, mine], limits.max_ids)
-            mask |= split_bits(sizes[1, mine], limits.max_unique)
+        mask = int(np.bitwise_or.reduce(masks[0]))
         minibatch = minibatch_of_bucket(self._agree(2 * self._asked + 1, mask))
         count = int(minibatch[-1]) + 1
-        if (sizes[2] < sizes[0]).any() and not self.policy.allow_id_dropping:
-            raise self._bucket_error(tables, sizes)
-        runs = np.add.reduceat(sizes[2], np.searchsorted(minibatch, np.arange(count)), axis=2)
-        buffers = slab(self._shapes(BUCKETS, self._slots))
+        if tables.found[:, O_DROPPED].any() and not self.policy.allow_id_dropping:
+            raise self._bucket_error(tables, masks[1])
+        required = np.empty(len(tables.tasks), np.int64)
+        self._workers.run(shares, lambda chosen, _: run_require_buckets(chosen, sizes, minibatch, count, required))
+        buffers = fresh(self._shapes(BUCKETS, self._slots))
         self._template.set_buffers(tables, buffers, pooled=True)
-        self._template.set_begins(tables, (-(-runs.astype(np.int64) // 8) * 8).sum(axis=(1, 2)), ends=False)
-        left = sizes[2]
+        self._template.set_begins(tables, required, ends=False)
         self._workers.run(
             shares,
             lambda chosen, _: run_write_buckets(
-                chosen, tables.given, self._cores, kept, buckets, tables.out, left, minibatch, count
+                chosen, tables.given, self._cores, kept, buckets, tables.out, sizes, minibatch, count
             ),
         )
         self._check_overflow(tables)
@@ -295,7 +298,7 @@ class Preprocessor:
         whole = replace(tables, ids=tables.ids.copy(), unique=tables.unique.copy(), found=tables.found.copy())
         written = []
         for block in range(count):
-            buffers = slab(self._shapes(1, self._slots))
+            buffers = fresh(self._shapes(1, self._slots))
             self._template.set_buffers(tables, buffers, pooled=False)
             self._workers.run(
                 shares,
@@ -390,11 +393,11 @@ class Preprocessor:
             remedy=f"give it a buffer of {need} slots, or none, or let ids drop",
         )
 
-    def _bucket_error(self, tables: Tables, sizes: Array) -> DataError:
-        task, shard, bucket = (int(each) for each in np.argwhere(sizes[2] < sizes[0])[0])
+    def _bucket_error(self, tables: Tables, first: Array) -> DataError:
+        task = int(np.flatnonzero(tables.found[:, O_DROPPED])[0])
+        shard, _, ids, unique = first[task].tolist()
         stack, where = self._place(tables, task)
         limits = stack.held_to
-        ids, unique = sizes[0, task, shard, bucket], sizes[1, task, shard, bucket]
         return DataError(
             f"{where} asks for {ids} ids, {unique} of them different, of partition {shard} in one bucket of the "
             f"vocabulary, which no split parts; {limits.max_ids} and {limits.max_unique} are allowed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,25 +63,80 @@ class Preprocessed:
         return only
 
 
-def slab(shapes: Mapping[str, tuple[tuple[int, int], tuple[int, int]]]) -> dict[str, Buffers]:
-    """Return zeroed buffers of all stacks, by (shape of row pointers, shape of the others).
+Shapes = Mapping[str, tuple[tuple[int, int], tuple[int, int]]]
+"""By stack: the shape of row pointers, and that of the others."""
 
-    They share one allocation, so that the system maps it in large pages and zeroes only what is touched.
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """One allocation for the buffers of all stacks, so that the system maps it in large pages."""
+
+    memory: Array
+    shapes: Shapes
+    written: Array | None
+    """int64 [T], by task: the slot after the last one that is not 0; None: not known."""
+
+    def buffers(self) -> dict[str, Buffers]:
+        """Return views of its memory, by stack."""
+        at = 0
+
+        def take(shape: tuple[int, int], kind: Any) -> Array:
+            nonlocal at
+            part: Array = self.memory[at : at + shape[0] * shape[1]].view(kind).reshape(shape)
+            at += _line(shape[0] * shape[1])
+            return part
+
+        return {
+            name: Buffers(take(first, np.int32), take(rest, np.int32), take(rest, np.int32), take(rest, np.float32))
+            for name, (first, rest) in self.shapes.items()
+        }
+
+
+def fresh(shapes: Shapes) -> dict[str, Buffers]:
+    """Return zeroed buffers of all stacks."""
+    return Slab(np.zeros(_words(shapes), np.int32), shapes, None).buffers()
+
+
+class Slabs:
+    """Hands out slabs, and takes those again whose views are all gone: the system need not map and zero them anew.
+
+    A view keeps its slab's memory alive and counted, wherever it is held: what is still read is never handed out.
     """
-    words = sum(_line(rows * count) + 3 * _line(local * slots) for (rows, count), (local, slots) in shapes.values())
-    memory = np.zeros(words, np.int32)
-    at = 0
 
-    def take(shape: tuple[int, int], kind: Any) -> Array:
-        nonlocal at
-        part: Array = memory[at : at + shape[0] * shape[1]].view(kind).reshape(shape)
-        at += _line(shape[0] * shape[1])
-        return part
+    KEPT = 4  # a batch that is made, one that waits, one that runs, and one to spare
 
-    return {
-        name: Buffers(take(first, np.int32), take(rest, np.int32), take(rest, np.int32), take(rest, np.float32))
-        for name, (first, rest) in shapes.items()
-    }
+    def __init__(self) -> None:
+        self._slabs: list[Slab] = []
+
+    def take(self, shapes: Shapes, tasks: int) -> tuple[Slab, Array]:
+        """Return a slab, and by task (int64) the slot after the last one that may not be 0.
+
+        Whoever writes says what was written, in `Slab.written`; a slab of which that is not known is not used again.
+        """
+        held = [each for each in self._slabs if sys.getrefcount(each.memory) > _IDLE]
+        idle = [each for each in self._slabs if each not in held and each.written is not None]
+        self._slabs = held[-self.KEPT :]
+        found = next((each for each in idle if each.shapes == shapes), None)
+        if found is None:
+            found = Slab(np.zeros(_words(shapes), np.int32), shapes, None)
+        stale = np.zeros(tasks, np.int64) if found.written is None else found.written
+        found.written = None
+        self._slabs += [found, *(each for each in idle if each is not found)]
+        del self._slabs[self.KEPT :]
+        return found, stale
+
+
+def _idle_count() -> int:
+    slab = Slab(np.zeros(1, np.int32), {}, None)
+    return sys.getrefcount(slab.memory)
+
+
+_IDLE = _idle_count()
+"""References that a slab's memory has while no view of it is left."""
+
+
+def _words(shapes: Shapes) -> int:
+    return sum(_line(rows * count) + 3 * _line(local * slots) for (rows, count), (local, slots) in shapes.values())
 
 
 def _line(words: int) -> int:

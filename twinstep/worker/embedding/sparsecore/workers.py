@@ -15,6 +15,7 @@ from twinstep.worker.embedding.sparsecore.kernels.order import MAX_DIGIT, MAX_PA
 
 Array = npt.NDArray[Any]
 FEW = 100_000  # ids that one thread does sooner than several can be woken
+EVEN = 1.05  # of an equal share: as much more as a thread may get
 
 
 class Scratch:
@@ -48,10 +49,19 @@ class Workers:
         self._pool = ThreadPoolExecutor(count - 1, "sparsecore") if count > 1 else None
 
     def share(self, entries: Array) -> list[Array]:
-        """Deal tasks out by their entries, the largest first to whoever has least; return task numbers by thread."""
-        count = len(self.scratch)
-        if count == 1 or int(entries.sum()) < FEW:
+        """Deal tasks out by their entries; return task numbers by thread, ascending.
+
+        Runs of neighbours where these are nearly even, since neighbours write to the same cache lines; else the largest
+        first to whoever has least.
+        """
+        count, total = len(self.scratch), int(entries.sum())
+        if count == 1 or total < FEW:
             return [np.arange(len(entries))]
+        ends = np.cumsum(entries)
+        cuts = np.searchsorted(ends - entries / 2, np.arange(1, count) * (total / count))
+        runs = [each for each in np.split(np.arange(len(entries)), cuts) if len(each)]
+        if max(int(entries[each].sum()) for each in runs) <= EVEN * total / count:
+            return runs
         loads, dealt = [0] * count, [[] for _ in range(count)]  # type: list[int], list[list[int]]
         for number in np.argsort(-entries, kind="stable").tolist():
             least = loads.index(min(loads))

@@ -155,11 +155,16 @@ def bucket_columns(entries: Any, n: int, stack: Any, shards: int, columns: Any) 
 @kernel
 def count_buckets(
     entries: Any, n: int, stack: Any, buckets: Any, gains: Any, samples: Any, ids: Any, unique: Any, kept: Any
-) -> None:
-    """Count entries by partition and bucket, [N, 64] int32: all, different ids, and those that limits leave."""
+) -> int:
+    """Count entries by bucket and partition, [64, N] int32: all, different ids, and those that limits leave.
+
+    Returns:
+        How many limits drop.
+    """
     bits, shard_rows = u64(stack[S_KEY_BITS]), stack[S_SHARD_ROWS]
+    max_ids, max_unique = stack[S_MAX_IDS], stack[S_MAX_UNIQUE]
     mask = u64((1 << stack[S_KEY_BITS]) - 1)
-    last_key, last_sample, different, shard, bucket = -1, -1, -1, 0, 0
+    last_key, last_sample, different, shard, bucket, dropped = -1, -1, -1, 0, 0, 0
     for i in range(n):
         key = np.int64(entries[i] & mask)
         sample, _ = sample_and_gain(entries[i] >> bits, stack, gains, samples)
@@ -170,30 +175,93 @@ def count_buckets(
         if key != last_key:
             different += 1
             bucket = np.int64(buckets[different])
-            unique[shard, bucket] += 1
+            unique[bucket, shard] += 1
         last_key, last_sample = key, sample
-        ids[shard, bucket] += 1
-        kept[shard, bucket] += ids[shard, bucket] <= stack[S_MAX_IDS] and unique[shard, bucket] <= stack[S_MAX_UNIQUE]
+        ids[bucket, shard] += 1
+        fits = ids[bucket, shard] <= max_ids and unique[bucket, shard] <= max_unique
+        kept[bucket, shard] += fits
+        dropped += not fits
+    return dropped
+
+
+@kernel
+def split_mask(loads: Any, limit: int, level: Any) -> Any:
+    """Return which nodes of the tree over buckets must be split, as 63 bits in level order from the leaves up.
+
+    Two neighbours whose loads together are over the limit are split, and the larger goes up; else their sum does.
+
+    Args:
+        loads: int32 [64, N].
+        limit: of one minibatch.
+        level: int32 [64, N] scratch.
+    """
+    level[:] = loads
+    mask, bit, width = u64(0), 0, BUCKETS // 2
+    while width > 0:
+        for node in range(width):
+            left, right, up = level[2 * node], level[2 * node + 1], level[node]
+            split = False
+            for shard in range(len(up)):
+                larger, both = max(left[shard], right[shard]), left[shard] + right[shard]
+                over = both > limit
+                split |= over
+                up[shard] = larger if over else both
+            if split:
+                mask |= u64(1) << u64(bit + node)
+        bit += width
+        width //= 2
+    return mask
+
+
+@kernel
+def first_dropped(ids: Any, unique: Any, kept: Any, found: Any) -> None:
+    """Write the first (partition, bucket) that limits drop from, and its ids and different ids, to `found`."""
+    for shard in range(ids.shape[1]):
+        for bucket in range(BUCKETS):
+            if kept[bucket, shard] < ids[bucket, shard]:
+                found[0], found[1], found[2], found[3] = shard, bucket, ids[bucket, shard], unique[bucket, shard]
+                return
+
+
+@kernel
+def required_slots(kept: Any, minibatch: Any, minibatches: int, sums: Any) -> int:
+    """Return the slots of one task, every partition of every minibatch rounded up.
+
+    Args:
+        kept: int32 [64, N].
+        minibatch: int64 [64], which minibatch each bucket is in, ascending.
+        minibatches: M.
+        sums: int32 [N] scratch.
+    """
+    required, first = 0, 0
+    for number in range(minibatches):
+        sums[:] = 0
+        while first < BUCKETS and minibatch[first] == number:
+            sums += kept[first]
+            first += 1
+        for shard in range(len(sums)):
+            required += aligned(sums[shard])
+    return required
 
 
 @kernel
 def place_buckets(
     kept: Any, minibatch: Any, minibatches: int, begin: int, slots: int, outs: Any, at: int, places: Any
 ) -> int:
-    """Give each (partition, bucket) its first slot, write row pointers and fill the gaps; return the end.
+    """Give each (bucket, partition) its first slot, write row pointers and fill the gaps; return the end.
 
     Args:
-        kept: int32 [N, 64].
+        kept: int32 [64, N].
         minibatch: int64 [64], which minibatch each bucket is in, ascending.
         minibatches: M.
         begin: first slot of this SparseCore.
         slots: of the device.
         outs: a device's row pointers, embedding ids, sample ids and gains.
         at: where this SparseCore's row pointers start, [M, partitions].
-        places: int64 [N, 64], to be written.
+        places: int64 [64, N], to be written.
     """
     pointers, embeddings, sample_ids, out_gains = outs
-    shards = len(kept)
+    shards = kept.shape[1]
     position, first = begin, 0
     for number in range(minibatches):
         last = first
@@ -202,8 +270,8 @@ def place_buckets(
         row = at + number * max(shards, MIN_PARTITIONS)
         for shard in range(shards):
             for bucket in range(first, last):
-                places[shard, bucket] = position
-                position += kept[shard, bucket]
+                places[bucket, shard] = position
+                position += kept[bucket, shard]
             stop = min(position, slots)
             pointers[row + shard] = stop
             close(stop, slots, embeddings, sample_ids, out_gains)
@@ -233,7 +301,7 @@ def write_buckets(
     Args:
         entries, n, gains, samples, stack, task: of one task.
         buckets: uint8, of each different key in order.
-        ids, unique: int32 [N, 64] of zeros, scratch.
+        ids, unique: int32 [64, N] of zeros, scratch.
         places: of `place_buckets`; counted on.
         found: what the task found.
     """
@@ -255,18 +323,18 @@ def write_buckets(
         if key != last_key:
             different += 1
             bucket = np.int64(buckets[different])
-            unique[shard, bucket] += 1
+            unique[bucket, shard] += 1
         last_key, last_sample = key, sample
-        ids[shard, bucket] += 1
+        ids[bucket, shard] += 1
         at = -1
-        if ids[shard, bucket] > stack[S_MAX_IDS] or unique[shard, bucket] > stack[S_MAX_UNIQUE]:
+        if ids[bucket, shard] > stack[S_MAX_IDS] or unique[bucket, shard] > stack[S_MAX_UNIQUE]:
             dropped += 1
-        elif places[shard, bucket] >= stack[S_SLOTS]:
+        elif places[bucket, shard] >= stack[S_SLOTS]:
             dropped += 1
             overflow += 1
         else:
-            at = places[shard, bucket]
-            places[shard, bucket] = at + 1
+            at = places[bucket, shard]
+            places[bucket, shard] = at + 1
             embeddings[at] = key - shard * shard_rows
             sample_ids[at] = sample
             out_gains[at] = gain

@@ -49,7 +49,8 @@ T_SAMPLES = 6  # where its stacked samples lie, if weighted
 T_BEGIN = 7  # slots [begin, end) of the device's buffers are its own
 T_END = 8
 T_ORIGIN = 9  # the slot that row pointers count from
-TASK_COLUMNS = 10
+T_STALE = 10  # slots before this one may hold what an earlier batch wrote
+TASK_COLUMNS = 11
 
 # What a task found; one row per task.
 O_REQUIRED = 0  # slots, with every partition rounded up to ALIGN
@@ -57,7 +58,8 @@ O_DROPPED = 1  # ids dropped for any reason
 O_OVERFLOW = 2  # entries dropped for want of slots
 O_OUTSIDE = 3  # ids out of range; if any, nothing else was done
 O_ENTRIES = 4  # entries before de-duplication
-FOUND_COLUMNS = 5
+O_END = 5  # the slot after the last one written
+FOUND_COLUMNS = 6
 
 ALIGN = 8  # slots to which every partition is rounded up
 MIN_PARTITIONS = 8  # row pointers of a SparseCore, at least

@@ -18,14 +18,20 @@ from twinstep.worker.embedding.sparsecore.kernels.buckets import (
     bucket_columns,
     buckets_of,
     count_buckets,
+    first_dropped,
     place_buckets,
+    required_slots,
+    split_mask,
     write_buckets,
 )
 from twinstep.worker.embedding.sparsecore.kernels.columns import (
     MIN_PARTITIONS,
+    O_DROPPED,
     O_ENTRIES,
     O_OUTSIDE,
     S_KEY_BITS,
+    S_MAX_IDS,
+    S_MAX_UNIQUE,
     S_SLOTS,
     T_BEGIN,
     T_CORE,
@@ -108,15 +114,19 @@ def run_write(chosen: Any, tables: Any, cores: Any, kept: Any, out: Any) -> None
 
 @kernel
 def run_count_buckets(
-    chosen: Any, tables: Any, cores: Any, kept: Any, columns: Any, buckets: Any, out: Any, sizes: Any
+    chosen: Any, tables: Any, cores: Any, kept: Any, columns: Any, buckets: Any, out: Any, sizes: Any, masks: Any
 ) -> None:
-    """Hash what `run_sorted` kept, and count it by bucket.
+    """Hash what `run_sorted` kept, count it by bucket, and find where it must be split.
 
     Args:
         columns: uint64 scratch of the largest task.
         buckets: uint8, laid out as the entries: of each task's different keys in order.
-        sizes: int32 [3, T, N, 64] of zeros: ids, unique ids, and what limits leave.
+        out: O_DROPPED is what limits drop of a bucket that no split parts.
+        sizes: int32 [T, 64, N] of zeros: what limits leave of each bucket and partition.
+        masks: (uint64 [T] of `split_mask`, int64 [T, 4] of `first_dropped`), to be written.
     """
+    ids, unique = np.empty((BUCKETS, cores[0]), np.int32), np.empty((BUCKETS, cores[0]), np.int32)
+    level = np.empty((BUCKETS, cores[0]), np.int32)
     for number in chosen:
         task = tables[2][number]
         stack = tables[1][task[T_STACK]]
@@ -124,7 +134,21 @@ def run_count_buckets(
         n = out[2][number, O_ENTRIES]
         mine = buckets[task[T_KEPT] :]
         buckets_of(columns, bucket_columns(entries, n, stack, cores[0], columns), mine)
-        count_buckets(entries, n, stack, mine, gains, samples, sizes[0, number], sizes[1, number], sizes[2, number])
+        ids[:] = 0
+        unique[:] = 0
+        dropped = count_buckets(entries, n, stack, mine, gains, samples, ids, unique, sizes[number])
+        masks[0][number] = split_mask(ids, stack[S_MAX_IDS], level) | split_mask(unique, stack[S_MAX_UNIQUE], level)
+        out[2][number, O_DROPPED] = dropped
+        if dropped:
+            first_dropped(ids, unique, sizes[number], masks[1][number])
+
+
+@kernel
+def run_require_buckets(chosen: Any, sizes: Any, minibatch: Any, minibatches: int, required: Any) -> None:
+    """Write to `required`, int64 [T], the slots that each chosen task needs in so many minibatches."""
+    sums = np.empty(sizes.shape[2], np.int32)
+    for number in chosen:
+        required[number] = required_slots(sizes[number], minibatch, minibatches, sums)
 
 
 @kernel
@@ -141,8 +165,8 @@ def run_write_buckets(
 ) -> None:
     """Write what `run_sorted` kept as minibatches along the vocabulary; T_BEGIN is a task's first slot."""
     shards = cores[0]
-    places = np.empty((shards, BUCKETS), np.int64)
-    ids, unique = np.empty((shards, BUCKETS), np.int32), np.empty((shards, BUCKETS), np.int32)
+    places = np.empty((BUCKETS, shards), np.int64)
+    ids, unique = np.empty((BUCKETS, shards), np.int32), np.empty((BUCKETS, shards), np.int32)
     for number in chosen:
         task = tables[2][number]
         stack = tables[1][task[T_STACK]]
