@@ -268,8 +268,9 @@ BACKENDS = {"cpu": ("inductor", "xla", "eager"), "gpu": ("inductor", "eager"), "
 class EmbeddingSpec(Spec):
     """How tables are kept."""
 
-    engine: Literal["dense"] = "dense"
-    """`dense`: each table whole on each device, looked up by gather."""
+    engine: Literal["dense", "ring"] = "dense"
+    """`dense`: tables looked up by gather, large ones split by rows; `ring`: every table split by rows, ids and rows
+    passed around a ring of devices."""
     init_std: Annotated[Number, Field(gt=0)] = 0.05
     """Standard deviation of the normal that tables start from."""
     sparsecore: SparseCoreFlags | None = None
@@ -400,6 +401,21 @@ class JobSpec(Spec):
             "holds what a {kind} does not take",
             {"part": "dataset", "kind": kind, "allowed": ", ".join(fitting), "nearest": fitting[0]},
         )
+
+    @field_validator("embedding")
+    @classmethod
+    def _has_a_ring(cls, value: EmbeddingSpec, info: ValidationInfo) -> EmbeddingSpec:
+        compiler, accelerator = info.data.get("compile"), info.data.get("accelerator")
+        if value.engine != "ring" or compiler is None or accelerator is None:  # not there where not valid itself
+            return value
+        if compiler.backend != "xla":
+            problem, allowed = f"needs compile.backend: xla, not {compiler.backend}", "dense, or compile.backend: xla"
+        elif isinstance(accelerator, CpuSpec) and accelerator.devices == 1:
+            problem, allowed = "needs devices to pass rows to", "dense, or accelerator.devices of 2 or more"
+        else:
+            return value
+        said = {"part": "engine", "allowed": allowed, "nearest": "dense"}
+        raise PydanticCustomError("between_fields", problem, said)
 
     @field_validator("embedding")
     @classmethod

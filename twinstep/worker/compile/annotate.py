@@ -19,6 +19,7 @@ from twinstep.worker.compile.padding import by_rows
 from twinstep.worker.compile.placement import Mesh, Placed, Placement, Spec, place
 from twinstep.worker.compile.stages import Stage, gradients, region, stage
 from twinstep.worker.compile.state import Slot
+from twinstep.worker.compile.strategies import RingEmbedding
 
 aten = torch.ops.aten
 
@@ -162,6 +163,7 @@ class Inputs:
         batch = nodes[second : second + captured.num_batch]
         leaves = dict(zip(captured.leaf_paths, batch, strict=True))
         size, dims = spread.leaves({path: node.meta["val"].shape for path, node in leaves.items()})
+        ring = captured.context.strategy(RingEmbedding)
         placed = [
             Placed(
                 name=slot.name,
@@ -170,6 +172,7 @@ class Inputs:
                 itemsize=node.meta["val"].element_size(),
                 of=_owner(slot),
                 by_rows=rows_only,
+                ring=ring is not None and slot.role == "parameter" and ring.names(slot.name),
             )
             for slot, node, rows_only in zip(
                 captured.context.slots, state, by_rows(captured.graph, captured.num_state), strict=True

@@ -197,10 +197,10 @@ def _version(name: str) -> str:
 
 @functools.cache
 def _own_source() -> str:
-    """Return a digest of the compiler's source and the operators': they decide what a step becomes."""
+    """Return a digest of the compiler's source, the operators' and the ring's: they decide what a step becomes."""
     here = Path(__file__).parent
     found = hashlib.sha256()
-    for folder in (here, here.parent / "ops"):
+    for folder in (here, here.parent / "ops", here.parent / "embedding" / "ring"):
         for path in sorted(folder.rglob("*")):
             if path.suffix in (".py", ".cpp", ".h"):
                 found.update(f"{path.relative_to(here.parent)}\0".encode() + path.read_bytes())

@@ -96,6 +96,8 @@ class Placed:
     """Position of a batch leaf's batch dimension; None: it has none."""
     by_rows: bool = False
     """Whether it may be held with rows added at its end, which nothing sees."""
+    ring: bool = False
+    """Whether it is a table that is split along its rows whatever its size."""
 
     @property
     def bytes(self) -> int:
@@ -129,7 +131,7 @@ def place(inputs: Sequence[Placed], mesh: Mesh) -> Placement:
     split: dict[str, int] = {}
     tables = {each.name for each in inputs if each.role == "table"}
     for each in inputs:
-        if each.role == "table" and mesh.size > 1 and each.bytes >= mesh.shard_bytes:
+        if each.role == "table" and mesh.size > 1 and (each.ring or each.bytes >= mesh.shard_bytes):
             short = -each.shape[0] % mesh.size
             whole_group = [other for other in inputs if _of_table(other, each)]
             if not short or all(other.by_rows for other in whole_group):

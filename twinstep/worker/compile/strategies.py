@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,19 @@ class SparseEmbedding(Strategy):
     min_rows_per_id: float = 4.0
     """A table with fewer rows for each id of a batch stays dense: to find out which rows are used costs more there.
     Measured on a CPU with 4,352 ids and 64 columns, row-wise Adagrad: even at some 5 rows an id."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingEmbedding(Strategy):
+    """On a mesh, tables are split by rows whatever their size, and looked up and updated around a ring of devices."""
+
+    name: ClassVar[str] = "ring_embedding"
+    parameters: tuple[str, ...]
+    """Patterns (fnmatch) of the tables' names. Other tables that the mesh splits go around the ring too."""
+
+    def names(self, parameter: str) -> bool:
+        """Say whether one of the patterns is a parameter's name."""
+        return any(fnmatch.fnmatchcase(parameter, each) for each in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +134,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     each.name: each
     for each in (
         SparseEmbedding,
+        RingEmbedding,
         FusedAttention,
         FusedUpdate,
         FoldLayers,

@@ -144,7 +144,7 @@ def compile_here(
         build_optimizers(spec.optimizers, model),
         meta_multi_hot(schema, spec.data) if isinstance(schema, MultiHotSchema) else meta_batch(schema, spec.data),
         topology=topology,
-        strategies=strategies_of(spec.compile) if strategies is None else strategies,
+        strategies=strategies_of(spec.compile, spec.embedding.engine) if strategies is None else strategies,
         batch_size=spec.data.batch_size,
         effort=effort,
     )

@@ -54,6 +54,6 @@ def look_at(spec: JobSpec, *, backend: Literal["inductor", "xla"] | None = None)
         backend=chosen.backend,
         batch_dims=BATCH_DIMS | MULTI_HOT_DIMS,
         mesh=mesh_axes(spec),
-        strategies=strategies_of(chosen),
+        strategies=strategies_of(chosen, spec.embedding.engine),
     )
     return compiler.look(batch, sizes={"batch_size": spec.data.batch_size, "uih_len": spec.data.uih_len})

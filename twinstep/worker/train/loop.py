@@ -79,7 +79,7 @@ class Trainer:
             backend=spec.compile.backend,
             batch_dims=BATCH_DIMS | MULTI_HOT_DIMS,
             mesh=mesh_axes(spec),
-            strategies=strategies_of(spec.compile),
+            strategies=strategies_of(spec.compile, spec.embedding.engine),
             cache_dir=cache_directory(spec),
             check_finite=spec.debug.stop_on_nonfinite and spec.train.on_nan == "stop",
             on_start=self._compiling,

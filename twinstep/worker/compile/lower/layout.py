@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.annotate import Inputs, Spread
 from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.lower.xla_ring import RingOn
 from twinstep.worker.compile.padding import by_rows
 from twinstep.worker.compile.placement import Spec, place
 
@@ -97,6 +98,14 @@ class Layout:
             return {}
         alone = by_rows(captured.graph, captured.num_state)
         return {slot: extra for slot, extra in enumerate(self.extra) if extra and not alone[slot]}
+
+    def ring(self, captured: Captured) -> RingOn | None:
+        """Return the ring that a step's tables go around; None: it asks for none, or runs on one device.
+
+        Raises:
+            CompileError: a table that was named for it is not split by rows.
+        """
+        return RingOn.of(captured, self._mesh, self.state)
 
     def put(self, arrays: Iterable[jax.Array], specs: Specs) -> list[jax.Array]:
         """Bring arrays to where they live."""

@@ -30,6 +30,7 @@ from twinstep.worker.compile.hlo import HloText, parse_hlo, with_entry
 from twinstep.worker.compile.lower import pallas_attention, xla_attention
 from twinstep.worker.compile.lower.tpu_traffic import traffic
 from twinstep.worker.compile.lower.xla import as_jax
+from twinstep.worker.compile.lower.xla_ring import RingOn
 
 AXIS = "batch"
 """The mesh's one axis: all devices."""
@@ -58,11 +59,12 @@ def compile_for(captured: Captured, cuts: Cuts, target: Slice, effort: Effort) -
     """
     mesh = slice_mesh(target)
     arguments = _arguments(captured, cuts, mesh)
+    ring = RingOn.of(captured, mesh, [(AXIS,) if dim == 0 else () for dim in cuts.state])
     started = time.perf_counter()
     on_slice = (xla_attention.platform("tpu"), pallas_attention.over(mesh, rows=AXIS))
     with _in_words(target), warnings.catch_warnings(), on_slice[0], on_slice[1]:
         warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit integers are 32 bits wide on XLA
-        jitted = jax.jit(as_jax(captured), donate_argnums=0, out_shardings=_results(arguments, mesh))
+        jitted = jax.jit(as_jax(captured, ring=ring), donate_argnums=0, out_shardings=_results(arguments, mesh))
         lowered = jitted.trace(*arguments).lower(lowering_platforms=("tpu",))
         lowered_at = time.perf_counter()
         compiled = lowered.compile(compiler_options=EFFORTS[effort])

@@ -38,6 +38,7 @@ from twinstep.worker.compile.lower.tpu_layers import fuse_layers
 from twinstep.worker.compile.lower.tpu_mlps import fuse_mlps
 from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
+from twinstep.worker.compile.lower.xla_ring import RingOn, route
 from twinstep.worker.compile.partition import folded
 from twinstep.worker.compile.program import Collect
 from twinstep.worker.compile.state import TrainState
@@ -110,7 +111,7 @@ class XlaBackend:
             with _cache_at(cache_dir), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit: checked in _to_jax
                 lowered = jax.jit(
-                    as_jax(captured, layout.hidden(captured)),
+                    as_jax(captured, layout.hidden(captured), layout.ring(captured)),
                     donate_argnums=0 if self._in_place else (),
                     out_shardings=layout.results(),
                 ).lower(self.arrays, rates, batch, constants, self.key)
@@ -322,10 +323,15 @@ class XlaProgram:
         return self._constant_arrays
 
 
-def as_jax(captured: Captured, hidden: Mapping[int, int] = MappingProxyType({})) -> Callable[..., Any]:
+def as_jax(
+    captured: Captured, hidden: Mapping[int, int] = MappingProxyType({}), ring: RingOn | None = None
+) -> Callable[..., Any]:
     """Return the graph as a JAX function; the random key goes in and comes out, or masks would repeat.
 
-    `hidden` says by slot how many rows at a tensor's end the step must not see.
+    Args:
+        captured: the step.
+        hidden: by slot how many rows at a tensor's end the step must not see.
+        ring: devices that tables are passed around.
     """
     env = torchax.default_env()
 
@@ -344,6 +350,8 @@ def as_jax(captured: Captured, hidden: Mapping[int, int] = MappingProxyType({}))
                 fuse_layers(graph, captured.num_state)
                 fuse_mlps(graph, captured.num_state)
             narrow(graph)
+        if ring is not None:
+            route(graph, captured, ring)
         with env.override_property(prng=key):
             results = list(JaxInterpreter(graph).run(*state, *rates, *batch, *constants))
             next_key = env.prng_key

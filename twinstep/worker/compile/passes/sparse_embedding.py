@@ -24,7 +24,7 @@ from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.emit import Emitter, sort_nodes
 from twinstep.worker.compile.passes.quiet import rule_for
 from twinstep.worker.compile.passes.row_values import SHAPED, Lookup, RowValues, filled_with, find, spans
-from twinstep.worker.compile.strategies import SparseEmbedding
+from twinstep.worker.compile.strategies import RingEmbedding, SparseEmbedding
 from twinstep.worker.ops.rows import SUM_ROWS, UNIQUE_ROWS, WRITE_ROWS
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def sparse_embedding(graph: fx.GraphModule, context: PassContext) -> int:
         title = _title(graph, group, context)
         if title is None:
             continue
-        reason = _why_dense(group, found, context, graph) or _too_few_rows(group, wanted)
+        reason = _why_dense(group, found, context, graph) or _too_few_rows(group, wanted, context)
         if reason is None:
             changed += _Rewrite(graph, found, group).run(len(context.slots))
             notes[title] = f"sparse: {group.num_ids} ids a step, {group.num_rows} rows"
@@ -144,7 +144,10 @@ def _why_dense(group: Group, found: RowValues, context: PassContext, graph: fx.G
     return None
 
 
-def _too_few_rows(group: Group, wanted: SparseEmbedding) -> str | None:
+def _too_few_rows(group: Group, wanted: SparseEmbedding, context: PassContext) -> str | None:
+    ring = context.strategy(RingEmbedding)
+    if ring is not None and any(ring.names(context.slots[slot].name) for slot in group.slots(len(context.slots))):
+        return None  # all rows at once are on no device
     if group.num_rows > group.num_ids * wanted.min_rows_per_id:
         return None
     return f"{group.num_ids} ids a step for {group.num_rows} rows: all rows at once are cheaper"

@@ -1,0 +1,112 @@
+"""Whole steps whose tables go around a ring of CPU devices: eager PyTorch's numbers, rows split, bad input refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twinstep.spec.errors import SpecError
+from twinstep.spec.job import CompileSpec
+from twinstep.spec.parse import validate_spec
+from twinstep.worker.compile.placement import Mesh, Placed, place
+from twinstep.worker.compile.strategies import RingEmbedding, resolve
+from twinstep.worker.train.asked import strategies_of
+
+CHILD = Path(__file__).with_name("ring_step_child.py")
+QUICK = ("small/8/sgd/0", "small/4/adagrad/3", "small/8/rowwise_adagrad/0", "small/4/adam/0", "small/4/adam/3")
+SPECS = ("dlrmv3/4/rowwise_adagrad", "dlrm/8/adagrad")
+MORE = ("dlrmv3/8/rowwise_adagrad", "dlrm/4/sgd", "dlrmv3/4/adagrad", "dlrm/8/rowwise_adagrad")
+
+
+def run(*cases: str) -> dict[str, Any]:
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(CHILD.parents[3]),
+    }
+    done = subprocess.run(
+        [sys.executable, str(CHILD), *cases], env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run(*QUICK, *SPECS)
+
+
+def holds(case: dict[str, Any]) -> None:
+    assert case["outputs"] <= 2e-5
+    assert case["state"] <= 2e-5
+    assert set(case["tables"]) <= set(case["split"]), "every table is split by rows"
+    assert case["permutes"] >= 2
+
+
+@pytest.mark.parametrize("name", [each for each in QUICK if not each.endswith("adam/3")])
+def test_steps_around_a_ring_are_eager_steps(found: dict[str, Any], name: str) -> None:
+    holds(found[name])
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_specs_step_around_a_ring_is_its_eager_step(found: dict[str, Any], name: str) -> None:
+    holds(found[name])
+    assert "looked up and updated around the ring" in found[name]["explained"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_specs_steps_around_a_ring_are_eager_steps(name: str) -> None:
+    holds(run(name)[name])
+
+
+def test_tables_are_updated_where_they_are(found: dict[str, Any]) -> None:
+    assert "table.weight: looked up and updated around the ring" in found["small/8/sgd/0"]["explained"]
+    assert "all rows updated on their devices" in found["small/4/adam/0"]["explained"]
+
+
+def test_a_table_that_cannot_be_split_is_refused_with_what_would_do(found: dict[str, Any]) -> None:
+    said = found["small/4/adam/3"]["refused"]
+    assert "table_too.weight cannot be passed around a ring: 4 devices do not divide its 43 rows" in said
+    assert "give it 44 rows" in said
+
+
+def test_a_table_in_a_ring_is_split_whatever_its_size() -> None:
+    small = Placed(name="t", role="table", shape=(6, 8), itemsize=4, by_rows=True, ring=True)
+    kept = Placed(name="o/sum/t", role="optimizer", shape=(6, 1), itemsize=4, of="t", by_rows=True)
+    found = place((small, kept), Mesh.of({"data": 8}))
+    assert found.specs == (("data", None), ("data", None))
+    assert found.extra == (2, 2)
+
+
+def test_a_ring_always_has_row_updates() -> None:
+    for given in (CompileSpec(), CompileSpec(strategies=()), CompileSpec(strategies=("sparse_embedding",))):
+        assert {"sparse_embedding", "ring_embedding"} <= set(resolve(strategies_of(given, "ring")))
+    assert strategies_of(CompileSpec(), "dense") is None
+    assert RingEmbedding(parameters=("*.weight",)).names("a.weight")
+    assert not RingEmbedding(parameters=("*.weight",)).names("a.bias")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"compile": {"backend": "inductor"}, "accelerator": {"kind": "cpu", "devices": 1}}, "compile.backend: xla"),
+        ({"compile": {"backend": "xla"}}, "needs devices to pass rows to"),
+        ({"accelerator": {"kind": "gpu", "model": "h100", "count": 8}}, "compile.backend: xla"),
+    ],
+)
+def test_a_spec_without_a_ring_of_devices_is_refused_by_field(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        validate_spec({"name": "a", "embedding": {"engine": "ring"}, **more})
+    (fault,) = caught.value.faults
+    assert fault.field == "embedding.engine"
+    assert says in fault.problem + str(fault.remedy)
+    assert fault.remedy is not None
+    assert "dense" in fault.remedy

@@ -1,0 +1,74 @@
+"""Rings through the real TPU compiler: both forms lower for each generation, and a chip holds its share of a table."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twinstep.worker.compile.aot import ENVIRONMENT
+
+CHILD = Path(__file__).with_name("ring_tpu_child.py")
+CHIPS = {"v5p:2x2x1": 4, "v6e:2x2": 4, "tpu7x:2x2x1": 8, "v5p:4x4x8": 128, "v6e:8x16": 128}
+CASES: tuple[dict[str, Any], ...] = (
+    {"form": "kernel", "dim": 128, "rows": 1_000_000, "kind": "rowwise_adagrad", "ids": 20},
+    {"form": "kernel", "dim": 64, "rows": 1_000_000, "kind": "adagrad", "ids": 20, "tables": 2},
+    {"form": "shift", "dim": 128, "rows": 1_000_000, "kind": "adagrad", "ids": 20},
+    {"form": "shift", "dim": 64, "rows": 1_000_000, "kind": "adam", "ids": 20, "tables": 2, "dtype": "bfloat16"},
+)
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed"),
+]
+
+
+def compiled(topology: str, *cases: dict[str, Any]) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, str(CHILD), topology, *map(json.dumps, cases)],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(CHILD.parents[3])},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line)[1] for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def holds(topology: str, case: dict[str, Any], found: dict[str, Any]) -> None:
+    share = found["tables"] / CHIPS[topology]
+    assert found["backward"]["alias"] >= share, "tables are updated in place"
+    for program in (found["forward"], found["backward"]):
+        assert program["arguments"] <= 2.1 * share + (1 << 20), "narrow rows are padded to 128 lanes, at the most"
+        assert program["temp"] < share / 2 + (8 << 20), "no copy of a chip's share beside it"
+        assert (program["kernels"] > 0) == (case["form"] == "kernel")
+        assert program["permutes"] > 0 or case["form"] == "kernel"
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_both_forms_compile_for_each_generation(topology: str) -> None:
+    for case, found in zip(CASES, compiled(topology, *CASES), strict=True):
+        holds(topology, case, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5p:4x4x8", "v6e:8x16"])
+def test_both_forms_compile_for_128_chips(topology: str) -> None:
+    for case, found in zip(CASES, compiled(topology, *CASES), strict=True):
+        holds(topology, case, found)
+
+
+def test_what_the_kernels_do_not_take_is_refused_with_the_form_that_does() -> None:
+    wide = {**CASES[0], "dim": 4096}
+    half = {**CASES[0], "dtype": "bfloat16"}
+    many = {**CASES[0], "rows": 80_000_000}
+    for found, says in zip(compiled("v5p:2x2x1", wide, half, many), ("4096 columns", "bfloat16", "VMEM"), strict=True):
+        assert says in found["refused"]
+        assert "form: shift" in found["refused"]

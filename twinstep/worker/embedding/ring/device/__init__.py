@@ -1,0 +1,1 @@
+"""What chips of a ring do with rows: the only files of the ring that import JAX."""
