@@ -11,7 +11,7 @@ row. Left to GSPMD, each device would gather all devices' ids, and rows of all o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import fx
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
+from twinstep.worker.compile.partition import copy_graph
 from twinstep.worker.compile.passes.emit import sort_nodes
 from twinstep.worker.compile.passes.row_values import SHAPED, Lookup, find
 from twinstep.worker.compile.strategies import RingEmbedding
@@ -126,9 +127,10 @@ def _route_lookups(graph: fx.Graph, tables: dict[fx.Node, int], on: RingOn) -> l
             waves[before].append(node)
             before += 1
         depth[node] = before
+    found = list(dict.fromkeys(each.args[0] for wave in waves for each in wave))
     for wave in waves:
         _route_wave(graph, wave, on)
-    return list(dict.fromkeys(each.args[0] for wave in waves for each in wave))  # type: ignore[misc]
+    return found  # type: ignore[return-value]
 
 
 def _route_wave(graph: fx.Graph, wave: Sequence[fx.Node], on: RingOn) -> None:
@@ -208,10 +210,9 @@ class _Chain:
     """Nodes that read the rows of a state → that state."""
     writes: dict[fx.Node, fx.Node]
     """States → what writes their new rows."""
-    inner: tuple[fx.Node, ...]
-    """The optimizer's nodes, in the graph's order."""
     scalars: tuple[fx.Node, ...]
-    """What they take beside rows."""
+    """What the optimizer's nodes take beside rows."""
+    step: _Step
 
     @property
     def states(self) -> list[fx.Node]:
@@ -251,32 +252,59 @@ class _Chain:
             return "its update reads the gradients of all rows together"
         if any(each.meta["val"].shape[:1] == (total,) for each in scalars):
             return "its update takes values of other rows"
-        return cls(unique.args[1], ids, first, reads, writes, inner, scalars)  # type: ignore[arg-type]
+        step = _Step.of(first, reads, writes, inner, scalars, total)  # type: ignore[arg-type]
+        return cls(unique.args[1], ids, first, reads, writes, scalars, step)  # type: ignore[arg-type]
 
-    def rule(self, count: int) -> shift.Rule:
-        """Return the optimizer's nodes as a function of `count` rows."""
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The optimizer's nodes as a graph of their own, which outlives those of the step."""
+
+    graph: fx.Graph
+    """Takes sums, rows that are read, scalars; gives new rows of the states that are written, in the chain's order."""
+    total: int
+    """n, where shapes say how many rows there are."""
+    reads: tuple[int, ...]
+    """The state of each read, by number."""
+    written: tuple[bool, ...]
+    """Of each state."""
+
+    @classmethod
+    def of(
+        cls,
+        sums: Iterable[fx.Node],
+        reads: Mapping[fx.Node, fx.Node],
+        writes: Mapping[fx.Node, fx.Node],
+        inner: Sequence[fx.Node],
+        scalars: Sequence[fx.Node],
+        total: int,
+    ) -> _Step:
+        """Copy the optimizer's nodes out of a step's graph."""
+        states = list(dict.fromkeys([*writes, *reads.values()]))
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-        for each in (*self.sums, *self.reads, *self.scalars):
+        for each in (*sums, *reads, *scalars):
             new[each] = graph.placeholder(each.name)
             new[each].meta.update(each.meta)
-        total = next(iter(self.sums)).meta["val"].shape[0]
-        for node in self.inner:
+        for node in inner:
             new[node] = graph.node_copy(node, new.__getitem__)
+        graph.output(tuple(new[write.args[2]] for write in writes.values()))  # type: ignore[index]
+        places = tuple(states.index(each) for each in reads.values())
+        return cls(graph, total, places, tuple(each in writes for each in states))
+
+    def rule(self, count: int) -> shift.Rule:
+        """Return the nodes as a function of `count` rows."""
+        graph = copy_graph(self.graph)
+        for node in graph.nodes:
             if node.target in FULL or getattr(node.target, "overloadpacket", None) in SHAPED:
                 place = 0 if node.target in FULL else 1
                 shape: Any = node.args[place]
-                if shape and shape[0] == total:
-                    new[node].update_arg(place, [count, *shape[1:]])
-        states = self.states
-        values = {table: new[write.args[2]] for table, write in self.writes.items()}  # type: ignore[index]
-        graph.output(tuple(values[each] for each in states if each in values))
+                if shape and shape[0] == self.total:
+                    node.update_arg(place, [count, *shape[1:]])
         module = fx.GraphModule({}, graph)
-        places = [states.index(each) for each in self.reads.values()]
-        written = [each in values for each in states]
 
         def rule(sums: Values, state: Values, numbers: Values) -> Values:
-            results = iter(JaxInterpreter(module).run(*sums, *(state[place] for place in places), *numbers))
-            return tuple(next(results) if is_new else old for is_new, old in zip(written, state, strict=True))
+            results = iter(JaxInterpreter(module).run(*sums, *(state[place] for place in self.reads), *numbers))
+            return tuple(next(results) if is_new else old for is_new, old in zip(self.written, state, strict=True))
 
         return rule
 
@@ -367,7 +395,7 @@ def _update(
             asked.append(found)
             sums.append(tuple(add_up(jnp.concatenate(every), found) for every in adding))
         rows, sums = totals([each.rows for each in asked], sums, [each.stored for each in shards], on.ring)
-        rules = [chain.rule(len(each)) for chain, each in zip(chains, rows, strict=True)]
+        rules = [chain.step.rule(len(each)) for chain, each in zip(chains, rows, strict=True)]
         return shift.bring_home([tuple(each) for each in states], rows, sums, rules, list(scalars), on.ring)
 
     def divided(tree: Any, fill: int) -> Any:

@@ -60,7 +60,7 @@ def named(positions: jax.Array, stored: int) -> Named:
     first = real & jnp.concatenate([jnp.ones(1, bool), keys[1:] != keys[:-1]])
     slot = jnp.cumsum(first, dtype=jnp.int32) - 1
     rows = (places + stored).at[jnp.where(first, slot, count)].set(keys, mode="drop")
-    return Named(rows, jnp.zerosalong(places).at[order].set(jnp.where(real, slot, count), unique_indices=True))
+    return Named(rows, jnp.zeros_like(places).at[order].set(jnp.where(real, slot, count), unique_indices=True))
 
 
 def add_up(values: jax.Array, found: Named) -> jax.Array:
