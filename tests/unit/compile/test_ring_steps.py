@@ -44,9 +44,9 @@ def found() -> dict[str, Any]:
 
 
 def holds(case: dict[str, Any]) -> None:
-    assert case["outputs"] <= 2e-5
+    assert case["outputs"] <= 5e-5
     assert case["state"] <= 2e-5
-    assert set(case["tables"]) <= set(case["split"]), "every table is split by rows"
+    assert set(case["tables"]) == set(case["split"]), "every table is split by rows, and nothing else"
     assert case["permutes"] >= 2
 
 
@@ -68,8 +68,8 @@ def test_more_specs_steps_around_a_ring_are_eager_steps(name: str) -> None:
 
 
 def test_tables_are_updated_where_they_are(found: dict[str, Any]) -> None:
-    assert "table.weight: looked up and updated around the ring" in found["small/8/sgd/0"]["explained"]
-    assert "all rows updated on their devices" in found["small/4/adam/0"]["explained"]
+    assert found["small/8/sgd/0"]["explained"].count("looked up and updated around the ring") == 2
+    assert "looked up around the ring, all rows updated on their devices" in found["small/4/adam/0"]["explained"]
 
 
 def test_a_table_that_cannot_be_split_is_refused_with_what_would_do(found: dict[str, Any]) -> None:

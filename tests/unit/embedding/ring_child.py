@@ -98,7 +98,9 @@ def worst(ours: Any, theirs: Any) -> float:
     return float(np.max(np.abs(np.asarray(ours, np.float32) - np.asarray(theirs, np.float32))))
 
 
-def against_torch(chips: int, kind: str, steps: int = 3, form: Any = "shift", interpret: Any = False, **more: Any) -> Any:
+def against_torch(
+    chips: int, kind: str, steps: int = 3, form: Any = "shift", interpret: Any = False, **more: Any
+) -> Any:
     """Return the greatest errors of activations and of tables, and of slots, after some steps."""
     optimizer, make, sparse = ORACLES[kind]
     plan = plan_of(chips, optimizer, **more)
@@ -114,7 +116,9 @@ def against_torch(chips: int, kind: str, steps: int = 3, form: Any = "shift", in
         bags = bags_of(plan, step)
         inputs = jax.device_put(bags, engine.sharding)
         found = look_up(tables, inputs)
-        wanted = {f.name: pooled(live[f.table], bags[f.name], plan.table(f.table).combiner, sparse) for f in plan.features}
+        wanted = {
+            f.name: pooled(live[f.table], bags[f.name], plan.table(f.table).combiner, sparse) for f in plan.features
+        }
         forward = max([forward, *(worst(found[name], each.detach()) for name, each in wanted.items())])
         torch.manual_seed(step)
         gradients = {name: torch.randn_like(each) for name, each in wanted.items()}
@@ -157,7 +161,9 @@ def sizes(chips: int) -> Any:
         jax.jit(engine.look_up).lower(tables, bags).compile().as_text(),
         jax.jit(engine.update, donate_argnums=0).lower(tables, bags, gradient, jnp.int32(0)).compile().as_text(),
     ]
-    shapes = [[int(n) for n in each.split(",") if n] for text in texts for each in re.findall(r"[fs]\d+\[([\d,]+)\]", text)]
+    shapes = [
+        [int(n) for n in each.split(",") if n] for text in texts for each in re.findall(r"[fs]\d+\[([\d,]+)\]", text)
+    ]
     return {
         "largest": max(int(np.prod(each)) for each in shapes),
         "table": 4096 * 16,

@@ -43,7 +43,9 @@ def compiled(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P(mesh.axis_names[0]) if spread else P()))
 
     state = {
-        table.name: tuple(shape(engine.stored_shape(table, by_row), dtype) for _, by_row, _, dtype in engine.parts_of(table))
+        table.name: tuple(
+            shape(engine.stored_shape(table, by_row), dtype) for _, by_row, _, dtype in engine.parts_of(table)
+        )
         for table in tables
     }
     inputs = {each.name: Bags(shape((samples, case["ids"]), jnp.int32)) for each in features}

@@ -60,10 +60,11 @@ def kernels() -> dict[str, Any]:
 @pytest.mark.parametrize("case", SHIFTS)
 def test_steps_are_those_of_eager_torch(found: dict[str, Any], case: str) -> None:
     errors = found[case]
-    most = 0.02 if case.endswith("bfloat16") else 1e-5
+    # SparseAdam's eps is not corrected for the step, as ours is: it shows where a sum of gradients is tiny.
+    most = 0.02 if case.endswith("bfloat16") else 2e-4 if "adam/" in case else 1e-5
     assert errors["forward"] <= most
     assert errors["tables"] <= most
-    assert errors["moved"] > 0.01, "a step that does nothing would pass"
+    assert errors["moved"] > 0.03, "a step that does nothing would pass"
     assert errors["back"] == 0, "logical rows in and out are the stored ones"
 
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from twinstep.spec.job import CompileSpec
-from twinstep.worker.compile.strategies import DEFAULT_STRATEGIES, Rematerialise, RingEmbedding, SparseEmbedding, Strategy
+from twinstep.worker.compile.strategies import (
+    DEFAULT_STRATEGIES,
+    Rematerialise,
+    RingEmbedding,
+    SparseEmbedding,
+    Strategy,
+)
 
 MIB = 1 << 20
 
@@ -18,7 +24,11 @@ def strategies_of(spec: CompileSpec, engine: str = "dense") -> tuple[Strategy | 
     names: tuple[Strategy | str, ...] = DEFAULT_STRATEGIES if spec.strategies is None else spec.strategies
     if engine == "ring":
         # Without row updates no table could be updated around a ring.
-        rows = () if SparseEmbedding.name in {each if isinstance(each, str) else each.name for each in names} else (SparseEmbedding(),)
+        rows = (
+            ()
+            if SparseEmbedding.name in {each if isinstance(each, str) else each.name for each in names}
+            else (SparseEmbedding(),)
+        )
         names = (*names, *rows, RING)
     if spec.memory_budget_mib is None:
         return names

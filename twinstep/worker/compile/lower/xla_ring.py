@@ -30,7 +30,7 @@ from twinstep.worker.compile.passes.emit import sort_nodes
 from twinstep.worker.compile.passes.row_values import SHAPED, Lookup, find
 from twinstep.worker.compile.strategies import RingEmbedding
 from twinstep.worker.embedding.ring.device import shift
-from twinstep.worker.embedding.ring.device.rows import Named, Ring, Values, add_up, named, spread, totals
+from twinstep.worker.embedding.ring.device.rows import Named, Ring, Values, add_up, load, named, spread, totals
 from twinstep.worker.embedding.ring.plan import Shards
 from twinstep.worker.ops.rows import SUM_ROWS, UNIQUE_ROWS, WRITE_ROWS
 
@@ -102,7 +102,11 @@ def route(graph: fx.GraphModule, captured: Captured, on: RingOn) -> None:
     written = {table for chain in chains for table in chain.states}
     notes = {
         captured.context.slots[tables[table]].path: "looked up"
-        + (" and updated around the ring" if table in written else " around the ring, all rows updated on their devices")
+        + (
+            " and updated around the ring"
+            if table in written
+            else " around the ring, all rows updated on their devices"
+        )
         for table in looked_up
     }
     captured.context.notes[RingEmbedding.name] = notes
@@ -176,8 +180,8 @@ def _look_up(
             asked.append(named(each.positions(joined, jnp), each.stored))
         found = shift.look_up(tables, [each.rows for each in asked], on.ring)
         out: list[Any] = [None] * len(ids)
-        for table, each in enumerate(asked):
-            by_id, start = spread(found[table], each), 0
+        for table, rows_asked in enumerate(asked):
+            by_id, start = spread(found[table], rows_asked), 0
             for place in own[table]:
                 out[place] = by_id[start : start + len(ids[place])]
                 start += len(ids[place])
@@ -243,7 +247,7 @@ class _Chain:
         ids, first = _parts(unique.args[0]), {each: _parts(each.args[0]) for each in sums}
         counts = [each.meta["val"].shape[0] for each in ids]
         if any([part.meta["val"].shape[0] for part in each] != counts for each in first.values()):
-            ids, first = (unique.args[0],), {each: (each.args[0],) for each in sums}  # type: ignore[assignment]
+            ids, first = (unique.args[0],), {each: (each.args[0],) for each in sums}  # type: ignore[assignment, misc]
         starts = {*sums, *reads}
         total = unique.args[0].meta["val"].shape[0]  # type: ignore[union-attr]
         inner, scalars = _between(starts, [each.args[2] for each in writes.values()], total)  # type: ignore[misc]
@@ -394,9 +398,9 @@ def _update(
             found = named(each.positions(jnp.concatenate(parts), jnp), each.stored)
             asked.append(found)
             sums.append(tuple(add_up(jnp.concatenate(every), found) for every in adding))
-        rows, sums = totals([each.rows for each in asked], sums, [each.stored for each in shards], on.ring)
-        rules = [chain.step.rule(len(each)) for chain, each in zip(chains, rows, strict=True)]
-        return shift.bring_home([tuple(each) for each in states], rows, sums, rules, list(scalars), on.ring)
+        loads, sums = totals([each.rows for each in asked], sums, [each.stored for each in shards], on.ring)
+        rules = [chain.step.rule(len(each.rows)) for chain, each in zip(chains, asked, strict=True)]
+        return shift.bring_home([tuple(each) for each in states], loads, sums, rules, list(scalars), on.ring)
 
     def divided(tree: Any, fill: int) -> Any:
         return jax.tree.map(lambda each: _divided(each, on.ring.chips, fill), tree)
@@ -437,7 +441,7 @@ def _gradient_of(lookups: Sequence[Lookup], num_rows: int, on: RingOn) -> Callab
         found = named(shards.positions(jnp.concatenate(ids), jnp), shards.stored)
         sums = add_up(jnp.concatenate(values), found)
         zeros = jnp.zeros((shards.per_chip, sums.shape[1]), jnp.float32)
-        new = shift.bring_home([(zeros,)], [found.rows], [(sums,)], [_add], [()], on.ring)
+        new = shift.bring_home([(zeros,)], [load(found)], [(sums,)], [_add], [()], on.ring)
         return new[0][0]
 
     def gradient(given: Sequence[Sequence[Any]]) -> jax.Array:

@@ -234,7 +234,7 @@ class Engine:
                 flat = jnp.concatenate([part.reshape(-1, table.dim) for part in parts])
                 sums.append((add_up(flat, each),))
             stored = [self.plan.shards(table).stored for table in self.plan.tables]
-            rows, sums = totals([each.rows for each in asked], sums, stored, self.ring)
+            loads, sums = totals([each.rows for each in asked], sums, stored, self.ring)
             numbers = [rules.step_numbers(_optimizer(table), step) for table in self.plan.tables]
             steps = [_rule(_optimizer(table)) for table in self.plan.tables]
             states = [tables[table.name] for table in self.plan.tables]
@@ -242,12 +242,10 @@ class Engine:
             if self.form == "kernel":
                 per_row = [[flag for _, flag, *_ in self.parts_of(table)] for table in self.plan.tables]
                 bring_home = functools.partial(kernel.bring_home, per_row=per_row, interpret=self.interpret)
-            new = bring_home(states, rows, sums, steps, numbers, self.ring)
+            new = bring_home(states, loads, sums, steps, numbers, self.ring)
             return {table.name: state for table, state in zip(self.plan.tables, new, strict=True)}
 
-        return self._on_each_chip(
-            local, (tables, inputs, dict(gradients), step), out=P(self.axis), whole=3
-        )
+        return self._on_each_chip(local, (tables, inputs, dict(gradients), step), out=P(self.axis), whole=3)
 
     def _on_each_chip(self, local: Any, arguments: tuple[Any, ...], *, out: Any, whole: int | None = None) -> Any:
         specs = tuple(P() if place == whole else P(self.axis) for place in range(len(arguments)))

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from twinstep.worker.embedding.ring.device.legs import LANES, Leg, Road, between, copy, legs_of
-from twinstep.worker.embedding.ring.device.rows import Ring, Values, along
+from twinstep.worker.embedding.ring.device.rows import Load, Ring, Values, along
 from twinstep.worker.embedding.ring.device.shift import Rule
 
 GROUP = 8  # rows that are updated at once
@@ -123,7 +123,7 @@ class _Travel:
         )
 
     def own(self, number: int, place: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
-        """Read a leg's header; return the bounds of the slots of this chip's rows, and what gives a slot's local row."""
+        """Read a leg's header; return the bounds of this chip's slots, and what gives a slot's local row."""
         leg = self.legs[number]
         header = self.read.at[:, pl.ds(0, leg.header)] if leg.header < self.read.shape[1] else self.read
         copy(self.headers[number].at[place], header, self.local)
@@ -223,7 +223,7 @@ def _look_up(*refs: Any, legs: Sequence[Leg], ring: Ring, num_tables: int) -> No
 
 def bring_home(
     states: Sequence[Values],
-    rows: Sequence[jax.Array],
+    loads: Sequence[Load],
     sums: Sequence[Values],
     rules: Sequence[Rule],
     numbers: Sequence[Values],
@@ -237,11 +237,10 @@ def bring_home(
     Args:
         per_row: of each state of each table, whether it is one number a row; the first, the table itself, is not.
     """
-    legs = legs_of([each.shape[0] for each in rows], [each[0].shape[0] for each in states], ring.chips)
+    legs = legs_of([each.rows.shape[0] for each in loads], [each[0].shape[0] for each in states], ring.chips)
     flat_states = [each for state in states for each in state]
     parts = [
-        lax.slice_in_dim(sums[leg.table][0], leg.first, leg.first + leg.count).reshape(leg.count, 1, -1)
-        for leg in legs
+        lax.slice_in_dim(sums[leg.table][0], leg.first, leg.first + leg.count).reshape(leg.count, 1, -1) for leg in legs
     ]
     scalars = [jnp.asarray(each, jnp.float32).reshape(1) for each in jax.tree.leaves(list(numbers))]
     packed = jnp.concatenate([*scalars, jnp.zeros(1, jnp.float32)])
@@ -263,7 +262,7 @@ def bring_home(
         interpret=interpret,
         name="ring_bring_home",
     )
-    new = call(*(leg.header_of(rows[leg.table]) for leg in legs), *parts, packed, *flat_states)
+    new = call(*(leg.header_of(*loads[leg.table]) for leg in legs), *parts, packed, *flat_states)
     out, start = [], 0
     for state in states:
         out.append(tuple(new[start : start + len(state)]))
@@ -368,7 +367,8 @@ class _Update:
 
         def each_row(do: Callable[[int], None]) -> None:
             for j in range(GROUP):
-                pl.when(start + j < stop)(functools.partial(do, j))
+                there = (start + j < stop) & (row(jnp.minimum(start + j, stop - 1)) >= 0)
+                pl.when(there)(functools.partial(do, j))
 
         each_row(lambda j: _start(read(j, row(start + j))))
         each_row(lambda j: self._take(narrow, j, row(start + j)))

@@ -46,10 +46,17 @@ class Leg:
         """H."""
         return self.ids_at + -(-self.count // LANES) * LANES
 
-    def header_of(self, rows: jax.Array) -> jax.Array:
-        """Return the header [1, H] int32 of this leg's part of a table's slots, positions [L] ascending."""
+    def header_of(self, rows: jax.Array, gone: jax.Array | None = None) -> jax.Array:
+        """Return the header [1, H] int32 of this leg's part of a table's slots.
+
+        Args:
+            rows: [L] positions, ascending.
+            gone: [L] bool, slots that are passed over: their position is −1; None: there are none.
+        """
         part = lax.slice_in_dim(rows, self.first, self.first + self.count)
         bounds = jnp.searchsorted(part, jnp.arange(self.chips + 1, dtype=jnp.int32) * self.rows, method="compare_all")
+        if gone is not None:
+            part = jnp.where(lax.slice_in_dim(gone, self.first, self.first + self.count), -1, part)
         bounds = jnp.pad(bounds.astype(jnp.int32), (0, self.ids_at - self.chips - 1))
         return jnp.concatenate([bounds, jnp.pad(part, (0, self.header - self.ids_at - self.count))])[None]
 
@@ -75,7 +82,7 @@ class Road:
         self.right = self._place((self.me + 1) % ring.chips)
         self.left = self._place((self.me + ring.chips - 1) % ring.chips)
 
-    def _place(self, number: jax.Array) -> dict[str, jax.Array]:
+    def _place(self, number: jax.Array) -> Any:
         if isinstance(self._ring.axis, str):
             return {self._ring.axis: number}
         found = {}

@@ -63,6 +63,20 @@ def named(positions: jax.Array, stored: int) -> Named:
     return Named(rows, jnp.zeros_like(places).at[order].set(jnp.where(real, slot, count), unique_indices=True))
 
 
+class Load(NamedTuple):
+    """Slots on their way to the chips that own their rows."""
+
+    rows: jax.Array
+    """[L] int32 ascending, as in Named."""
+    gone: jax.Array
+    """[L] bool: what the slot had is in another chip's slot for the same row."""
+
+
+def load(found: Named) -> Load:
+    """Return slots that all count."""
+    return Load(found.rows, jnp.zeros(found.rows.shape, bool))
+
+
 def add_up(values: jax.Array, found: Named) -> jax.Array:
     """Return [L, …] float32: what this chip's ids carry, [n, …], added up by row."""
     zeros = jnp.zeros((found.rows.shape[0], *values.shape[1:]), jnp.float32)
@@ -76,7 +90,7 @@ def spread(rows: jax.Array, found: Named) -> jax.Array:
 
 def totals(
     rows: Sequence[jax.Array], sums: Sequence[Values], stored: Sequence[int], ring: Ring
-) -> tuple[list[jax.Array], list[Values]]:
+) -> tuple[list[Load], list[Values]]:
     """Add up what several chips have for one row, of each table; each row is then in one chip's slots only.
 
     A chip's slots go once around the ring, and each chip that they pass adds what it has for the same rows. Of the
@@ -89,12 +103,12 @@ def totals(
         stored: N·R of each table.
 
     Returns:
-        rows and sums of each table in slots again, on whatever chip they stand; slots left over hold N·R and more.
+        slots and sums of each table, on whatever chip they stand.
     """
-    if ring.chips == 1:
-        return list(rows), list(sums)
-    me = ring.me()
     carried = [(each, values, jnp.zeros(each.shape, bool)) for each, values in zip(rows, sums, strict=True)]
+    if ring.chips == 1:
+        return [Load(each, gone) for each, _, gone in carried], list(sums)
+    me = ring.me()
 
     def hop(k: jax.Array, carried: Any) -> Any:
         came_from = (me - k) % ring.chips
@@ -102,18 +116,12 @@ def totals(
         for mine, own, nowhere, (passing, total, kept) in zip(rows, sums, stored, ring.hand_on(carried), strict=True):
             at = jnp.minimum(jnp.searchsorted(mine, passing, method=ring.search), mine.shape[0] - 1)
             same = (mine[at] == passing) & (passing < nowhere)
-            total = tuple(
-                old + jnp.where(along(same, old), each[at], 0) for old, each in zip(total, own, strict=True)
-            )
+            total = tuple(old + jnp.where(along(same, old), each[at], 0) for old, each in zip(total, own, strict=True))
             out.append((passing, total, kept | (same & (me < came_from))))
         return out
 
     carried = lax.fori_loop(1, ring.chips, hop, carried)
-    left = [
-        jnp.where(elsewhere, nowhere + jnp.arange(each.shape[0], dtype=each.dtype), each)
-        for (each, _, elsewhere), nowhere in zip(carried, stored, strict=True)
-    ]
-    return left, [total for _, total, _ in carried]
+    return [Load(each, gone) for each, _, gone in carried], [total for _, total, _ in carried]
 
 
 def along(flags: jax.Array, values: jax.Array) -> jax.Array:

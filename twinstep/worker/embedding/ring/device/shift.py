@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from twinstep.worker.embedding.ring.device.rows import Ring, Values, along
+from twinstep.worker.embedding.ring.device.rows import Load, Ring, Values, along
 
 Rule = Callable[[Values, Values, Values], Values]
 """(sums, rows of each state, numbers) → new rows of each state, all [k, …]: an optimizer's step for k rows."""
@@ -49,7 +49,7 @@ def look_up(tables: Sequence[jax.Array], rows: Sequence[jax.Array], ring: Ring) 
 
 def bring_home(
     states: Sequence[Values],
-    rows: Sequence[jax.Array],
+    loads: Sequence[Load],
     sums: Sequence[Values],
     rules: Sequence[Rule],
     numbers: Sequence[Values],
@@ -59,7 +59,7 @@ def bring_home(
 
     Args:
         states: this chip's part of each table and of what its optimizer keeps, [R, …] each.
-        rows: [L] of each table, of `rows.totals`: over all chips each position once.
+        loads: of each table, of `rows.totals`: over all chips each position once.
         sums: [L, …] of each table.
         rules: of each table.
         numbers: what each table's rule takes beside rows, the same on every chip: learning rates.
@@ -73,7 +73,8 @@ def bring_home(
         states, moving = carried
         new = []
         for state, (passing, values), rule, more in zip(states, moving, rules, numbers, strict=True):
-            local, mine = _own(passing, state[0], me)
+            local, mine = _own(passing.rows, state[0], me)
+            mine = mine & ~passing.gone
             at = jnp.where(mine, local, 0)
             updated = rule(values, tuple(each[at] for each in state), more)
             # Slots that are not this chip's get places of their own past the end, where nothing is written.
@@ -86,7 +87,7 @@ def bring_home(
             )
         return new, ring.hand_on(moving)
 
-    moving = list(zip(rows, sums, strict=True))
+    moving = list(zip(loads, sums, strict=True))
     new, _ = lax.fori_loop(0, ring.chips, hop, (list(states), moving))
     return [tuple(each) for each in new]
 
