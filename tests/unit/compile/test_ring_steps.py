@@ -18,10 +18,11 @@ from twinstep.worker.compile.placement import Mesh, Placed, place
 from twinstep.worker.compile.strategies import RingEmbedding, resolve
 from twinstep.worker.train.asked import strategies_of
 
+pytestmark = pytest.mark.timeout(960)
 CHILD = Path(__file__).with_name("ring_step_child.py")
 QUICK = ("small/8/sgd/0", "small/4/adagrad/3", "small/8/rowwise_adagrad/0", "small/4/adam/0", "small/4/adam/3")
-SPECS = ("dlrmv3/4/rowwise_adagrad", "dlrm/8/adagrad")
-MORE = ("dlrmv3/8/rowwise_adagrad", "dlrm/4/sgd", "dlrmv3/4/adagrad", "dlrm/8/rowwise_adagrad")
+SPECS = ("dlrmv3/4/rowwise_adagrad",)
+MORE = ("dlrm/8/adagrad", "dlrmv3/8/rowwise_adagrad", "dlrm/4/sgd", "dlrmv3/4/adagrad", "dlrm/8/rowwise_adagrad")
 
 
 def run(*cases: str) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def run(*cases: str) -> dict[str, Any]:
         "PYTHONPATH": str(CHILD.parents[3]),
     }
     done = subprocess.run(
-        [sys.executable, str(CHILD), *cases], env=environment, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, str(CHILD), *cases], env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))

@@ -19,6 +19,7 @@ from twinstep.worker.embedding.ring.plan import ORDERS, RingPlan, Shards
 from twinstep.worker.embedding.sparsecore.optimizers import SGD
 from twinstep.worker.embedding.sparsecore.spec import Feature, Quantization, Table
 
+pytestmark = pytest.mark.timeout(960)
 CHILD = Path(__file__).with_name("ring_child.py")
 ROOT = CHILD.parents[3]
 SHIFTS = (
@@ -41,7 +42,7 @@ def run(*cases: str) -> dict[str, Any]:
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        [sys.executable, str(CHILD), *cases], env=environment, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, str(CHILD), *cases], env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
