@@ -161,7 +161,13 @@ METRICS = (
     ("loss", "training loss of the step's batch, all tasks together"),
     ("loss/TASK", "the same for one task, where a dataset has several"),
     ("step_ms", "milliseconds from having the batch to having the loss; compiling not counted"),
-    ("data_wait_ms", "milliseconds that the loop waited for the batch"),
+    ("data_wait_ms", "milliseconds that the loop waited for a batch, mean since the last report"),
+    ("batches_ready", "batches that lay ready when the loop asked for one, mean since the last report; 0: it waits"),
+    (
+        "loader_examples_per_s",
+        "training examples per second that the loader's thread or processes would pack if nothing held them up, since "
+        "the last report; the step waits for data where this is below examples_per_s",
+    ),
     (
         "examples_per_s",
         "training examples (candidates with weight > 0) per second over the last 20 iterations, whole: waiting for "

@@ -75,6 +75,10 @@ class DataSpec(Spec):
     """UIH tokens per sample on average: a batch holds exactly batch_size × uih_budget; null means uih_len."""
     num_candidates: Annotated[StrictInt, Field(ge=1, le=1024)] = 8
     """K: candidate slots per sample."""
+    prefetch: Annotated[StrictInt, Field(ge=1, le=256)] = 2
+    """Batches that lie ready ahead of the step; each packer may hold one more."""
+    loader_workers: Annotated[StrictInt, Field(ge=0, le=64)] = 0
+    """Processes that pack training batches ahead of the step; 0: a thread of the run's own process does."""
     rows: dict[FieldName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
     """Rows of a table by name, where more are wanted than the dataset needs."""
     synthetic_events: Annotated[StrictInt, Field(ge=100, le=10_000_000)] = 20_000

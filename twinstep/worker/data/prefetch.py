@@ -56,6 +56,11 @@ class Prefetch(Generic[Item]):
     def __iter__(self) -> Self:
         return self
 
+    @property
+    def ready(self) -> int:
+        """Items that lie ready to be taken."""
+        return self._queue.qsize()
+
     def __next__(self) -> Item:
         if self._ended or self._stop.is_set():
             raise StopIteration

@@ -20,8 +20,9 @@ from twinstep.worker.data.baselines import baseline_aucs
 from twinstep.worker.data.batch import BATCH_DIMS, BatchStats
 from twinstep.worker.data.datasets import load_dataset
 from twinstep.worker.data.loader import Loader
+from twinstep.worker.data.meter import LoaderMeter
 from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch
-from twinstep.worker.data.prefetch import Prefetch
+from twinstep.worker.data.packers import packed_ahead
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_model
 from twinstep.worker.train.asked import strategies_of
@@ -69,6 +70,7 @@ class Trainer:
         self._dataset = load_dataset(spec.data)
         self._report_left_out()
         self._loader = Loader(self._dataset, spec.data, seed=spec.train.seed)
+        self._meter = LoaderMeter(spec.data.loader_workers or 1)
         self._model = build_model(spec, self._dataset.schema)
         self._optimizers = build_optimizers(spec.optimizers, self._model)
         self._schedule = Schedule(spec, self._optimizers)
@@ -208,18 +210,20 @@ class Trainer:
         self._goodput.add("start", time.monotonic() - self._begun)
         while self.step < total:
             # Batches are drawn anew where steps were left out.
-            with Prefetch(self._loader.train_batches(self.step - self._first)) as batches:
+            with packed_ahead(self._loader, self.spec.data, self.step - self._first) as batches:
                 while self.step < total:
                     scores = self._evaluate() if every and self.step and self.step % every == 0 else None
                     self._save_where_due(scores)
                     if self._stop.asked:
                         return None
                     self._check_time()
-                    asked = time.perf_counter()
+                    asked, ready = time.perf_counter(), batches.ready
                     batch, stats = next(batches)
                     if self._stop.asked:
                         return None
-                    if not self._one_step(batch, stats, waited=time.perf_counter() - asked):
+                    waited = time.perf_counter() - asked
+                    self._meter.add(stats, waited=waited, ready=ready)
+                    if not self._one_step(batch, stats, waited=waited):
                         break
         self._speed.end()
         if self._saving is not None and self.spec.checkpoint.periodic and not self.spec.checkpoint.keep_best:
@@ -296,7 +300,7 @@ class Trainer:
         self._last_loss = loss
         self._speed.lap(stats.examples)
         self._heart.beat("training", self.step)
-        self._tell(output, stats, step_ms=seconds * 1e3, data_wait_ms=waited * 1e3)
+        self._tell(output, stats, step_ms=seconds * 1e3)
         return True
 
     def _goes_on(self, fault: str, loss: float) -> bool:
@@ -370,7 +374,7 @@ class Trainer:
         self._reporter.event("graph_saved", f"the captured graph is in {path.name}", {"file": path.name})
         self._view.say(f"captured graph: {path}")
 
-    def _tell(self, output: Any, stats: BatchStats, *, step_ms: float, data_wait_ms: float) -> None:
+    def _tell(self, output: Any, stats: BatchStats, *, step_ms: float) -> None:
         """Report a step's numbers and where the run is."""
         step, total = self.step, self.spec.train.steps
         eta = self._speed.step_seconds * (total - step)
@@ -381,7 +385,7 @@ class Trainer:
                 "loss": self._last_loss,
                 **(losses if len(tasks) > 1 else {}),
                 "step_ms": step_ms,
-                "data_wait_ms": data_wait_ms,
+                **self._meter.report(),
                 "examples_per_s": self._speed.examples_per_s,
                 "real_tokens": float(stats.real_tokens),
                 "dummy_tokens": float(stats.dummy_tokens),
