@@ -2,8 +2,8 @@
 
 Commands live in `up.py` (a control plane), `here.py` (this machine: train, validate, schema), `parity.py` (compare the
 backends here), `explain.py` (what the compiler does), `data.py` (histories and token budgets), `tables.py` (tables on
-SparseCores), `jobs.py` and `attempts.py` (ask the control plane), `cluster.py` (topologies, render) and `models.py`
-(what there is to train).
+SparseCores), `inference.py` (export, score), `jobs.py` and `attempts.py` (ask the control plane), `cluster.py`
+(topologies, render) and `models.py` (what there is to train).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from twinstep.cli import (
     data,
     explain,
     here,
+    inference,
     jobs,
     models,
     parity,
@@ -91,6 +92,7 @@ parity.register(app)
 explain.register(app)
 data.register(app)
 tables.register(app)
+inference.register(app)
 models.register(app)
 webhooks.register(app)
 users.register(app)

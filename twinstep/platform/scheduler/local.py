@@ -30,6 +30,15 @@ SECRETS = frozenset({"TWINSTEP_TOKEN", "TWINSTEP_TOKEN_FILE", "TWINSTEP_BOOTSTRA
 """Of a control plane's environment, what is no worker's: its run's token is all it needs."""
 
 
+def checkpoint_place(data: Path, job_id: str, wanted: str | None) -> str:
+    """Return where the runs of a job save their state: below the spec's path, else below the data directory."""
+    if wanted is None:
+        return str(data / "checkpoints" / job_id)
+    if "://" in wanted:
+        return f"{wanted.rstrip('/')}/{job_id}"
+    return str(data / Path(wanted).expanduser() / job_id)
+
+
 class LocalBackend:
     """Starts, watches and stops runs as processes of this machine."""
 
@@ -108,14 +117,8 @@ class LocalBackend:
             )
 
     def checkpoints(self, job_id: str, spec: JobSpec) -> str:
-        """Return where the runs of a job save their state: below the spec's path, else below the data directory."""
-        data = self._runs_dir.parent
-        wanted = spec.checkpoint.path
-        if wanted is None:
-            return str(data / "checkpoints" / job_id)
-        if "://" in wanted:
-            return f"{wanted.rstrip('/')}/{job_id}"
-        return str(data / Path(wanted).expanduser() / job_id)
+        """Return where the runs of a job save their state."""
+        return checkpoint_place(self._runs_dir.parent, job_id, spec.checkpoint.path)
 
     def observe(self, run_id: str) -> Sight:
         """Return what is to be seen of a run."""

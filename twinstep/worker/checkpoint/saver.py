@@ -10,9 +10,7 @@ import contextlib
 import re
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +23,12 @@ from twinstep.worker.checkpoint.content import Snapshot, check_fits, load_tensor
 from twinstep.worker.checkpoint.errors import DamagedError, TakenError
 from twinstep.worker.checkpoint.keep import Keep, to_remove
 from twinstep.worker.checkpoint.lease import Hold, hold
-from twinstep.worker.checkpoint.manifest import MANIFEST, Manifest, Piece, by_file, lay_out, rows_as_bytes
+from twinstep.worker.checkpoint.manifest import MANIFEST, Manifest
 from twinstep.worker.checkpoint.place import in_words, open_place, unavailable
 from twinstep.worker.checkpoint.read import Reader
+from twinstep.worker.checkpoint.write import write_whole
 
 NAME = re.compile(r"^(\d{6,12})-step-(\d{1,12})(?:-[0-9a-f]{8})?$")  # number, step, and who wrote it to a URI
-WRITERS = 2  # threads: one counts checksums while the other waits for the disk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,39 +242,7 @@ class Checkpoints:
         tensors = self.snapshot.tensors
         if self._only_finite and (path := self.snapshot.not_finite()) is not None:
             raise _NotFinite(path)
-        entries, files = lay_out(tensors)
-        pieces = by_file(entries)
-        self._hold.check()
-        self.place.begin(name)
-
-        def write(file: str) -> dict[tuple[str, int], int]:
-            views = [
-                (path, piece, rows_as_bytes(tensors[path], piece.start, piece.stop)) for path, piece in pieces[file]
-            ]
-            sums = {(path, piece.start): zlib.crc32(view) for path, piece, view in views}
-            self.place.write(name, file, [view for _, _, view in views])
-            return sums
-
-        sums: dict[tuple[str, int], int] = {}
-        with ThreadPoolExecutor(WRITERS) as pool:
-            for found in pool.map(write, files):
-                sums |= found
-
-        def summed(path: str, piece: Piece) -> Piece:
-            return piece.model_copy(update={"crc32": sums[path, piece.start]})
-
-        whole = manifest.model_copy(
-            update={
-                "files": files,
-                "tensors": {
-                    path: entry.model_copy(update={"pieces": tuple(summed(path, piece) for piece in entry.pieces)})
-                    for path, entry in entries.items()
-                },
-            }
-        )
-        self._hold.check()
-        self.place.commit(name, MANIFEST, whole.to_bytes())
-        return whole
+        return write_whole(self.place, name, tensors, manifest, check=self._hold.check)
 
     def _drop(self, name: str) -> None:
         try:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from twinstep.spec.errors import TrainError
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.metrics import BinaryMetrics, BinaryScores
-from twinstep.worker.data.multi_hot import AnySchema
+from twinstep.worker.data.multi_hot import AnyBatch, AnySchema
 from twinstep.worker.data.prefetch import Prefetch
 from twinstep.worker.train.stop import StopSignal
 
@@ -50,11 +50,20 @@ class Scores:
 
 
 def evaluate(
-    model: nn.Module, loader: Loader, schema: AnySchema, *, max_batches: int | None, stop: StopSignal
+    model: nn.Module,
+    loader: Loader,
+    schema: AnySchema,
+    *,
+    max_batches: int | None,
+    stop: StopSignal,
+    each: Callable[[AnyBatch, Tensor], None] | None = None,
 ) -> Scores | None:
     """Score the held-out part in order of time; the model is put back into the mode it was in.
 
     In a process group each process scores its host's share, and all return the scores of the whole.
+
+    Args:
+        each: called with every batch and its logits, [Q, B, K].
 
     Returns:
         The scores, or None where a stop was asked for, of any process: those of a part would pass for those of the
@@ -73,6 +82,8 @@ def evaluate(
                 if stop.asked:
                     break
                 logits = model(batch).logits
+                if each is not None:
+                    each(batch, logits)
                 for index, name in binary:
                     metrics[name].update(logits[index], batch.labels[index], batch.weights[index])
     finally:

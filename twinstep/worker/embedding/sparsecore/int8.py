@@ -72,18 +72,20 @@ def range_of(chunks: Iterable[Chunk], *, keep: float = 1.0) -> tuple[float, floa
     return float(edges[first]), float(edges[min(int(last) + 1, len(bins))])
 
 
-def quantize(values: npt.NDArray[np.float32], low: float, high: float) -> npt.NDArray[np.int8]:
+Bound = float | npt.NDArray[np.float64]
+"""An end of a range: one number of a whole table, or one of each row, [rows, 1]."""
+
+
+def quantize(values: npt.NDArray[np.float32], low: Bound, high: Bound) -> npt.NDArray[np.int8]:
     """Return codes; values outside the range are held to its ends."""
-    step = (high - low) / STEPS
-    if step == 0:
-        return np.full(values.shape, -128, np.int8)
-    code = np.rint((np.clip(values.astype(np.float64), low, high) - low) / step)
+    step = (np.asarray(high, np.float64) - low) / STEPS
+    code = np.rint((np.clip(values.astype(np.float64), low, high) - low) / np.where(step > 0, step, 1.0))
     return (code - 128).astype(np.int8)
 
 
-def dequantize(codes: npt.NDArray[np.int8], low: float, high: float) -> npt.NDArray[np.float32]:
+def dequantize(codes: npt.NDArray[np.int8], low: Bound, high: Bound) -> npt.NDArray[np.float32]:
     """Return values, float32."""
-    return ((codes.astype(np.float64) + 128) * ((high - low) / STEPS) + low).astype(np.float32)
+    return ((codes.astype(np.float64) + 128) * ((np.asarray(high, np.float64) - low) / STEPS) + low).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)

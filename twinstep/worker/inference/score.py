@@ -1,0 +1,188 @@
+"""Candidates scored in batches with an exported model: `twinstep score`, to Parquet, CSV or JSON lines.
+
+Scoring is what an evaluation does, batch for batch, so scores are the evaluation's to the last bit.
+
+# Shapes: Q tasks, B rows, K candidate slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import csv, parquet
+from torch import Tensor
+
+from twinstep.spec.errors import DataError, UnavailableError
+from twinstep.spec.job import JobSpec
+from twinstep.worker.data.datasets import Dataset, load_dataset
+from twinstep.worker.data.events import Ints
+from twinstep.worker.data.loader import Loader
+from twinstep.worker.data.multi_hot import AnyBatch, AnySchema, MultiHotDataset
+from twinstep.worker.data.samples import make_samples
+from twinstep.worker.inference.content import model_of
+from twinstep.worker.inference.export import open_export
+from twinstep.worker.train.evaluate import Scores, evaluate
+from twinstep.worker.train.stop import StopSignal
+
+Part = Literal["held-out", "all"]
+FORMATS = (".parquet", ".csv", ".jsonl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """What was scored."""
+
+    out: str
+    candidates: int
+    scores: Scores
+    int8: str | None
+
+
+def score(where: str, out: Path, *, data: str | None = None, part: Part = "held-out", batch_size: int | None = None) -> Scored:
+    """Score candidates and write one row for each, in the order of samples: by time of their first candidate.
+
+    Args:
+        where: directory or URI of an export.
+        out: file to write, .parquet, .csv or .jsonl; whole or not at all.
+        data: folder or URI of the dataset's files, in place of the one in the spec.
+        part: `held-out`: the events that the spec's split holds out; `all`: every event.
+        batch_size: samples at a time; the spec's where none is given. Attention divides by the longest row of a
+            batch, so another size gives other scores.
+
+    Raises:
+        NotFoundError, DamagedError, ForeignError: see `open_export`.
+        DataError: the data is missing, or of another schema than the model's.
+        UnavailableError: `out` has another ending, or cannot be written.
+    """
+    check_format(out)
+    spec, schema, values, manifest = open_export(where)
+    changed = {name: value for name, value in (("path", data), ("batch_size", batch_size)) if value is not None}
+    spec = JobSpec.model_validate(spec.model_dump() | {"data": spec.data.model_dump() | changed})
+    dataset = load_dataset(spec.data)
+    _check_schema(schema, dataset.schema)
+    if part == "all":
+        dataset = _all_of(dataset, spec)
+    model = model_of(spec, schema, values, where=where)
+    loader = Loader(dataset, spec.data, seed=spec.train.seed)
+    rows = 0
+    with _written(out) as write:
+        chosen = _candidates(dataset, spec.data.batch_size)
+
+        def each(batch: AnyBatch, logits_QBK: Tensor) -> None:
+            nonlocal rows
+            table = _table(next(chosen), batch, logits_QBK, schema)
+            rows += len(table)
+            write(table)
+
+        scores = evaluate(model, loader, schema, max_batches=None, stop=StopSignal(), each=each)
+    assert scores is not None, "nobody asks for a stop"  # noqa: S101
+    return Scored(out=str(out), candidates=rows, scores=scores, int8=manifest.about.get("int8"))
+
+
+def check_format(out: Path) -> None:
+    """Refuse a file that cannot be written, before anything is computed.
+
+    Raises:
+        UnavailableError: it has another ending, or lies in no directory.
+    """
+    if out.suffix not in FORMATS:
+        raise UnavailableError(f"{out} ends in none of {', '.join(FORMATS)}", remedy=f"--out {out.stem or 'scores'}.parquet")
+    if out.is_dir() or not out.parent.is_dir():
+        why = "it is a directory" if out.is_dir() else f"there is no directory {out.parent}"
+        raise UnavailableError(f"scores cannot be written to {out}: {why}", remedy="--out scores.parquet")
+
+
+def _check_schema(model: AnySchema, data: AnySchema) -> None:
+    """Hold data against the schema that a model was trained with: tables may be larger than the data needs.
+
+    Raises:
+        DataError: features, tasks or tables differ, or ids would lie outside a table.
+    """
+    fixed = {name: getattr(model, name) for name in ("contextual", "item_features", "action_bits", "dense", "features", "tasks") if hasattr(model, name)}
+    rows = {table.name: table.rows for table in model.tables}
+    wrong = [name for name, value in fixed.items() if getattr(data, name, None) != value]
+    wrong += [f"table {t.name} ({t.rows} rows, trained {rows.get(t.name, 0)})" for t in data.tables if t.rows > rows.get(t.name, 0)]
+    if wrong:
+        raise DataError(
+            f"the data is of another schema than the model's: {', '.join(wrong)}",
+            remedy="give data that has the features, tasks and ids the model was trained with; data.rows enlarges tables",
+        )
+
+
+def _all_of(dataset: Dataset | MultiHotDataset, spec: JobSpec) -> Dataset | MultiHotDataset:
+    """Return the dataset with every event, or row, held out."""
+    if isinstance(dataset, MultiHotDataset):
+        return replace(dataset, eval=np.concatenate((dataset.train, dataset.eval)))
+    log = replace(dataset.log, held_out=np.ones_like(dataset.log.held_out))
+    every = make_samples(
+        dataset.events, log, held_out=True, num_candidates=spec.data.num_candidates, uih_len=spec.data.uih_len
+    )
+    return replace(dataset, held_out=np.ones_like(dataset.held_out), log=log, eval=every)
+
+
+def _candidates(dataset: Dataset | MultiHotDataset, size: int) -> Iterator[dict[str, Ints]]:
+    """Yield, batch by batch, what candidates are: columns of as many numbers as the batch has of them."""
+    for first in range(0, len(dataset.eval), size):
+        if isinstance(dataset, MultiHotDataset):
+            yield {"row": dataset.eval[first : first + size]}
+            continue
+        samples, events = dataset.eval, dataset.events
+        own = slice(first, first + size)
+        entries = [np.arange(*ends) for ends in zip(samples.cand_start[own], samples.cand_end[own], strict=True)]
+        event = dataset.log.event[np.concatenate(entries)]
+        yield {"event": event, "user": events.user[event], "item": events.item[event], "time": events.time[event]}
+
+
+def _table(candidates: dict[str, Ints], batch: AnyBatch, logits_QBK: Tensor, schema: AnySchema) -> pa.Table:
+    """Return a batch's candidates with score, logit and label of each task."""
+    real_BK = batch.weights[0] > 0
+    columns: dict[str, Any] = dict(candidates)
+    for task, logits_BK, labels_BK in zip(schema.tasks, logits_QBK, batch.labels, strict=True):
+        logit = logits_BK[real_BK].numpy()
+        if task.kind == "binary":
+            columns[task.name] = torch.sigmoid(torch.from_numpy(logit)).numpy()
+            columns[f"{task.name}_logit"] = logit
+        else:
+            columns[task.name] = logit
+        columns[f"{task.name}_label"] = labels_BK[real_BK].numpy()
+    return pa.table(columns)
+
+
+@contextlib.contextmanager
+def _written(out: Path) -> Iterator[Any]:
+    """Give a function that appends a table to the file; the file has its name once all are written."""
+    draft = out.with_name(f".{out.name}.draft")
+    writer: Any = None
+
+    def write(table: pa.Table) -> None:
+        nonlocal writer
+        if out.suffix == ".jsonl":
+            writer = writer or draft.open("w", encoding="utf-8")
+            writer.writelines(json.dumps(row) + "\n" for row in table.to_pylist())
+            return
+        kind = parquet.ParquetWriter if out.suffix == ".parquet" else csv.CSVWriter
+        writer = writer or kind(draft, table.schema)
+        writer.write_table(table)
+
+    try:
+        yield write
+        if writer is not None:
+            writer.close()
+            draft.replace(out)
+    except OSError as error:
+        raise UnavailableError(
+            f"scores cannot be written to {out}: {error.strerror or error}", remedy="--out with a place that has room"
+        ) from error
+    finally:
+        if writer is not None:
+            with contextlib.suppress(Exception):
+                writer.close()
+        draft.unlink(missing_ok=True)
