@@ -182,6 +182,12 @@ METRICS = (
     ("eval/ne", "held-out normalised entropy: log loss over that of always predicting the held-out positive rate"),
     ("eval/calibration", "mean prediction over positive rate, held out"),
     ("eval/log_loss", "held-out log loss"),
+    ("eval/mse/TASK", "held-out mean squared error of a regression"),
+    (
+        "window/auc",
+        "the scores of eval/ over the training batches of the last train.window_steps steps, each as it was predicted "
+        "before its step: also window/ne, window/calibration, window/log_loss, window/mse/TASK; null where undefined",
+    ),
 )
 
 

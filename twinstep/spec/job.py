@@ -292,6 +292,8 @@ class TrainSpec(Spec):
     """At most so many batches an evaluation; null: the whole held-out part."""
     log_every: Count = 1
     """Steps between reported metrics."""
+    window_steps: Annotated[StrictInt, Field(ge=0, le=INT32_MAX)] = 100
+    """Steps of a window over which training batches, each predicted before its step, are scored; 0: they are not."""
     lr_final: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """Learning rates fall along half a cosine to this share of themselves at the last step; 1: they stay."""
     clip_norm: Annotated[Number, Field(gt=0)] | None = None

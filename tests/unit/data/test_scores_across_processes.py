@@ -39,7 +39,7 @@ def test_merged_scores_are_scikit_learns_of_all_examples(
 ) -> None:
     parts = [[row for row, who in zip(rows, owner, strict=False) if who == part] for part in range(4)]
     first, *others = [collected(part) for part in parts]
-    first.merge(each.histogram() for each in others)
+    first.merge(each.collected() for each in others)
     found = first.compute()
     assert found == collected(rows).compute(), "the order in which examples come must not show"
     logit, label, weight = np.array([row for row in rows if row[2]], dtype=float).reshape(-1, 3).T

@@ -79,9 +79,9 @@ class BinaryMetrics:
         self._parts.append((logit[keep], (label * weight)[keep], ((1 - label) * weight)[keep]))
         self._collected += int(keep.sum())
         if self._collected >= COMPACT_AT:
-            self.histogram()
+            self.collected()
 
-    def histogram(self) -> Histogram:
+    def collected(self) -> Histogram:
         """Return what was collected, for another process to merge."""
         if self._parts:
             kept = self._kept
@@ -96,11 +96,11 @@ class BinaryMetrics:
         for other in others:
             self._parts.append((other.logits, other.positives, other.negatives))
             self._collected += other.examples
-        self.histogram()
+        self.collected()
 
     def compute(self) -> BinaryScores:
         """Score what was collected. A logit that is NaN makes every score None but the counts."""
-        return score_histogram(self.histogram())
+        return score_histogram(self.collected())
 
 
 def _histogram(logit: F64, positive: F64, negative: F64, examples: int) -> Histogram:

@@ -27,7 +27,7 @@ from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_model
 from twinstep.worker.train.asked import strategies_of
 from twinstep.worker.train.environment import cache_directory, grace_seconds, mesh_axes, previous_worker
-from twinstep.worker.train.evaluate import Scores, evaluate
+from twinstep.worker.train.evaluate import evaluate
 from twinstep.worker.train.goodput import Goodput, chips_of
 from twinstep.worker.train.guard import MOST, SPAN, LossGuard
 from twinstep.worker.train.heartbeat import Heartbeat
@@ -36,6 +36,7 @@ from twinstep.worker.train.report import Reporter
 from twinstep.worker.train.rewind import Interrupted, Rewind
 from twinstep.worker.train.saving import Saving, place_of, run_tensors
 from twinstep.worker.train.schedule import Schedule
+from twinstep.worker.train.scores import Scores, Window
 from twinstep.worker.train.speed import Speed
 from twinstep.worker.train.step import make_train_step
 from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
@@ -71,6 +72,7 @@ class Trainer:
         self._report_left_out()
         self._loader = Loader(self._dataset, spec.data, seed=spec.train.seed)
         self._meter = LoaderMeter(spec.data.loader_workers or 1)
+        self._window = Window(self._dataset.schema, spec.train.window_steps)
         self._model = build_model(spec, self._dataset.schema)
         self._optimizers = build_optimizers(spec.optimizers, self._model)
         self._schedule = Schedule(spec, self._optimizers)
@@ -301,6 +303,9 @@ class Trainer:
         self._speed.lap(stats.examples)
         self._heart.beat("training", self.step)
         self._tell(output, stats, step_ms=seconds * 1e3)
+        windowed = self._window.add(output.logits, batch, step=self.step)
+        if windowed:
+            self._reporter.metric(self.step, windowed)
         return True
 
     def _goes_on(self, fault: str, loss: float) -> bool:
@@ -453,7 +458,7 @@ class Trainer:
         self._view.say(f"{warning.name}: {warning.text}")
 
     def _summary(self, scores: Scores) -> RunSummary:
-        first = next(iter(scores.tasks.values()))
+        first = scores.values()
         return RunSummary(
             backend=self.spec.compile.backend,
             steps=self.step,
@@ -463,8 +468,8 @@ class Trainer:
             train_s=self._speed.seconds,
             eval_s=self._eval_seconds,
             final_loss=self._last_loss if math.isfinite(self._last_loss) else None,
-            auc=first.auc,
-            ne=first.ne,
+            auc=first.get("auc"),
+            ne=first.get("ne"),
             eval_examples=scores.examples,
             baselines={name: BaselineScore(auc=auc) for name, auc in baseline_aucs(self._dataset).items()},
             parameters=sum(parameter.numel() for parameter in self._model.parameters()),
