@@ -94,15 +94,19 @@ class Charts:
         "quality": (
             ("eval/auc", Line("AUC", charts.TEAL, dots=True)),
             ("eval/ne", Line("NE", charts.AMBER, dots=True, second=True)),
+            ("window/auc", Line("AUC in training", charts.BLUE)),
         ),
-        "speed": (("examples_per_s", Line("examples/s", charts.INDIGO)),),
+        "speed": (
+            ("examples_per_s", Line("examples/s", charts.INDIGO)),
+            ("batches_ready", Line("batches ready", charts.AMBER, second=True)),
+        ),
     }
     """Metrics by chart. Held-out scores are those of the first task."""
     NAMES = tuple(name for lines in DRAWN.values() for name, _ in lines)
     TITLES: ClassVar[dict[str, tuple[str, str]]] = {
         "loss": ("Loss", "training"),
         "quality": ("AUC and NE", "held out"),
-        "speed": ("Throughput", "examples per second"),
+        "speed": ("Throughput", "examples per second; batches ready: near 0 the step waits for data"),
     }
 
     def __init__(self, on_zoom: Callable[[], Awaitable[None]]) -> None:
