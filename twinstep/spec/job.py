@@ -20,8 +20,10 @@ from twinstep.spec.synthetic import SyntheticSpec
 
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_MAX = 40  # leaves room for the suffixes that JobSet and Ray add to a 63-character DNS label
-DatasetName = Literal["ml-100k", "ml-1m", "ml-20m", "kuairand-1k", "parquet", "synthetic", "synthetic-clicks", "criteo"]
-DATASETS_OF_FILES = ("ml-1m", "ml-20m", "kuairand-1k", "parquet", "criteo")
+DatasetName = Literal[
+    "ml-100k", "ml-1m", "ml-20m", "kuairand-1k", "streaming", "parquet", "synthetic", "synthetic-clicks", "criteo"
+]
+DATASETS_OF_FILES = ("ml-1m", "ml-20m", "kuairand-1k", "streaming", "parquet", "criteo")
 """Datasets that are read from `data.path`; the others need no files of the user's."""
 DataPath = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 
@@ -40,8 +42,8 @@ class DataSpec(Spec):
     """Which data, and how it becomes batches."""
 
     dataset: DatasetName = "ml-100k"
-    """`ml-100k`: MovieLens-100K from the installed recbole distribution; `ml-1m`, `ml-20m`, `kuairand-1k`: files as
-    published, below `path`; `parquet`: your own, by `columns`; `criteo`: click logs for `dlrm`; `synthetic`: seeded
+    """`ml-100k`: MovieLens-100K from the installed recbole distribution; `ml-1m`, `ml-20m`, `kuairand-1k`, `streaming`:
+    files as published, below `path`; `parquet`: your own, by `columns`; `criteo`: click logs for `dlrm`; `synthetic`: seeded
     histories of zipf ids;
     `synthetic-clicks`: seeded rows of dense and multi-hot features, in the form of the Criteo data, for `dlrm`."""
     path: Annotated[DataPath | None, Field(validate_default=True)] = None

@@ -86,7 +86,7 @@ PRESETS: Mapping[PresetName, Preset] = {
         sizes=_public(),
     ),
     "streaming": Preset(
-        dataset=None,
+        dataset="streaming",
         contextual=("user_id",),
         item_features=("item_id", "item_category_id"),
         tasks={"rating": 0},

@@ -21,6 +21,7 @@ from twinstep.worker.data.movielens import find_ml_100k, read_ml_1m, read_ml_20m
 from twinstep.worker.data.multi_hot import MultiHotDataset, MultiHotSchema, Rows, make_multi_hot_dataset
 from twinstep.worker.data.parquet import read_parquet
 from twinstep.worker.data.samples import Samples, UserLog, make_samples, split_events, user_log
+from twinstep.worker.data.streaming import read_streaming
 from twinstep.worker.data.synthetic import make_synthetic
 from twinstep.worker.data.synthetic_clicks import make_clicks_asked
 
@@ -30,6 +31,7 @@ SOURCES: dict[str, Source] = {
     "ml-1m": lambda spec, bad: read_ml_1m(open_folder(spec.path or ""), bad),
     "ml-20m": lambda spec, bad: read_ml_20m(open_folder(spec.path or ""), bad),
     "kuairand-1k": lambda spec, bad: read_kuairand(open_folder(spec.path or ""), bad),
+    "streaming": lambda spec, bad: read_streaming(open_folder(spec.path or ""), spec.rows, bad),
     "parquet": lambda spec, bad: read_parquet(open_folder(spec.path or ""), spec, bad),
     "synthetic": lambda spec, bad: make_synthetic(spec.synthetic_events, spec.synthetic),
 }
