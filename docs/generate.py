@@ -36,7 +36,8 @@ RULES = (
     ),
     (
         "data.path",
-        "required with `dataset: ml-1m`, `ml-20m`, `kuairand-1k`, `streaming`, `parquet`, `criteo`; other datasets refuse it",
+        "required with `dataset: ml-1m`, `ml-20m`, `kuairand-1k`, `streaming`, `parquet`, `criteo`; "
+        "other datasets refuse it",
     ),
     ("data.tasks", "each once; one of the dataset's: `docs/howto/bring-your-data.md` lists them"),
     ("data.columns.actions", "each once; at least one where `data.columns.rating` is null"),

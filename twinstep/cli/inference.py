@@ -39,7 +39,8 @@ def export(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="RUN_OR_CHECKPOINT", help="A job; or the directory or URI of a checkpoint, or of a run's checkpoints."
+            metavar="RUN_OR_CHECKPOINT",
+            help="A job; or the directory or URI of a checkpoint, or of a run's checkpoints.",
         ),
     ],
     out: Annotated[str, typer.Option("--out", metavar="DIRECTORY", help="What to make; nothing may be there yet.")],
@@ -47,7 +48,8 @@ def export(
         int | None, typer.Option("--step", min=1, help="The checkpoint after this step; else the newest.")
     ] = None,
     int8: Annotated[
-        Ranges | None, typer.Option("--int8", help="Tables as int8, one range per row or per table; says what it costs.")
+        Ranges | None,
+        typer.Option("--int8", help="Tables as int8, one range per row or per table; says what it costs."),
     ] = None,
     as_json: JsonOpt = False,
     url: UrlOpt = None,
@@ -77,7 +79,9 @@ def score(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where scores go: .parquet, .csv or .jsonl.")],
     data: Annotated[
         str | None,
-        typer.Option("--input", metavar="FOLDER", help="Files in the form of the run's dataset; else those of its spec."),
+        typer.Option(
+            "--input", metavar="FOLDER", help="Files in the form of the run's dataset; else those of its spec."
+        ),
     ] = None,
     part: Annotated[Part, typer.Option("--part", help="Held-out events alone, or all of them.")] = Part.HELD_OUT,
     batch_size: Annotated[int | None, typer.Option("--batch-size", min=1, help="Samples at a time.")] = None,

@@ -31,7 +31,7 @@ def models(as_json: JsonOpt = False) -> int:
     for row in rows:
         table.add_row(
             row["preset"],
-            row["dataset"] or "–",
+            row["dataset"],
             ", ".join(row["contextual"]),
             ", ".join(row["item_features"]),
             ", ".join(row["tasks"]),

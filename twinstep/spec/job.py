@@ -43,8 +43,8 @@ class DataSpec(Spec):
 
     dataset: DatasetName = "ml-100k"
     """`ml-100k`: MovieLens-100K from the installed recbole distribution; `ml-1m`, `ml-20m`, `kuairand-1k`, `streaming`:
-    files as published, below `path`; `parquet`: your own, by `columns`; `criteo`: click logs for `dlrm`; `synthetic`: seeded
-    histories of zipf ids;
+    files as published, below `path`; `parquet`: your own, by `columns`; `criteo`: click logs for `dlrm`;
+    `synthetic`: seeded histories of zipf ids;
     `synthetic-clicks`: seeded rows of dense and multi-hot features, in the form of the Criteo data, for `dlrm`."""
     path: Annotated[DataPath | None, Field(validate_default=True)] = None
     """Folder of the dataset's files: a whole local path or an fsspec URI; for datasets that are not shipped."""

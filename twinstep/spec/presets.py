@@ -35,8 +35,8 @@ STARS = 5  # bits of an action word that holds a rating
 class Preset:
     """One dataset's DLRMv3."""
 
-    dataset: str | None
-    """The dataset's name in a job spec; None: there is no reader, rows are made by the user."""
+    dataset: str
+    """The dataset's name in a job spec."""
     contextual: tuple[str, ...]
     """Features of a user, one slot each, in this order; each has a table of its own name."""
     item_features: tuple[str, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -86,8 +87,7 @@ def test_processes_give_the_threads_batches_in_their_order_and_a_worker_that_die
     victim = packers.pids[50 % WORKERS]
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(UnavailableError, match=rf"process {50 % WORKERS + 1} of 2 \(pid {victim}\) was killed") as told:
-        for _ in range(2 * WORKERS):
-            next(found)
+        list(itertools.islice(found, 2 * WORKERS))
     assert "data.loader_workers" in told.value.remedy
     pids = packers.pids
     packers.close()
@@ -205,7 +205,7 @@ class Broken:
 
 def test_an_error_of_packing_is_told_as_it_is() -> None:
     told = packer._answer(Broken(DataError("row 7 is bad", remedy="mend it")), 0)  # type: ignore[arg-type]
-    again = pickle.loads(pickle.dumps(told))
+    again = pickle.loads(pickle.dumps(told))  # noqa: S301  it has just been written
     assert again == {"code": "invalid_data", "problem": "row 7 is bad", "remedy": "mend it"}
     from twinstep.worker.data.packers import _error_of
 

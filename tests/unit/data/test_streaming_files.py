@@ -1,4 +1,4 @@
-"""The public streaming set: what its lines become, that histories are earlier periods, and what broken ones are told."""
+"""The public streaming set: what its lines become, histories of earlier periods, and what is said of broken ones."""
 
 from __future__ import annotations
 

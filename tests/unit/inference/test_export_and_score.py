@@ -134,7 +134,9 @@ def test_int8_is_smaller_says_what_it_costs_and_scores_so(
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 5), st.floats(-6, 6), st.sampled_from(["row", "table"]), st.integers(0, 99))
-def test_int8_is_within_half_a_step_of_every_rows_range(rows: int, dim: int, scale: float, ranges: Any, seed: int) -> None:
+def test_int8_is_within_half_a_step_of_every_rows_range(
+    rows: int, dim: int, scale: float, ranges: Any, seed: int
+) -> None:
     spread = 10.0 ** (scale * torch.rand(rows, 1, generator=torch.Generator().manual_seed(seed)))
     weight = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)) * spread
     values = {"parameter:t.weight": weight, "parameter:b": torch.ones(2)}

@@ -58,7 +58,7 @@ def test_each_preset_is_a_valid_spec_and_its_values_are_the_models(name: PresetN
     assert tuple(f.name for f in config.contextual) == preset.contextual
     assert tuple(f.name for f in config.item_features) == preset.item_features
     assert {f.min_uih_length for f in config.contextual} == {preset.sizes.get("min_uih_length", 0)}
-    assert preset.dataset is None or preset.dataset in get_args(DatasetName)
+    assert preset.dataset in get_args(DatasetName)
 
 
 def test_what_a_spec_gives_wins_over_its_preset() -> None:

@@ -15,7 +15,12 @@ WRITERS = 2  # threads: one counts checksums while the other waits for the disk
 
 
 def write_whole(
-    place: Place, name: str, tensors: Mapping[str, Tensor], manifest: Manifest, *, check: Callable[[], None] = lambda: None
+    place: Place,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    manifest: Manifest,
+    *,
+    check: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Write tensors under a name and return the manifest they got; it counts once its last file is written.
 
@@ -25,7 +30,8 @@ def write_whole(
         check: raises where this process may no longer write there; asked first, and before the last file.
 
     Raises:
-        OSError: or whatever the client of a store raises; what was written then has no manifest, and counts for nothing.
+        OSError: or whatever the client of a store raises; what was written has no manifest then, and counts for
+            nothing.
     """
     entries, files = lay_out(tensors)
     pieces = by_file(entries)

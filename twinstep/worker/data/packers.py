@@ -86,7 +86,7 @@ class Packers:
         ours, theirs = Pipe()
         with theirs:
             paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: S603  our own module
                 [sys.executable, "-m", "twinstep.worker.data.packer", str(theirs.fileno()), str(data)],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -147,7 +147,9 @@ class Packers:
                 remedy="most often memory ran out: lower data.loader_workers or data.prefetch, or give more memory",
             )
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return UnavailableError(f"{name} {how}", remedy="its last words stand in the log; data.loader_workers: 0 has none")
+        return UnavailableError(
+            f"{name} {how}", remedy="its last words stand in the log; data.loader_workers: 0 has none"
+        )
 
     def close(self) -> None:
         """End the processes, at once: they hold nothing that is to be kept. Safe to call twice."""
@@ -167,7 +169,9 @@ class Packers:
 
 
 def _error_of(answer: dict[str, Any]) -> TwinstepError:
-    kinds = {kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TwinstepError)}
+    kinds = {
+        kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TwinstepError)
+    }
     return kinds.get(answer["code"], DataError)(answer["problem"], remedy=answer["remedy"])
 
 

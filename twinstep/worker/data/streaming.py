@@ -122,7 +122,9 @@ def _names(file: DataFile) -> tuple[str, ...]:
     line = line.partition(b"\n")[0]
     count = sum(1 for _ in _fields(line)) if line.strip() else 0
     if count % LISTS:
-        raise DataError(f"{file.name} row 1 has {count} fields, not {LISTS} lists for each period", remedy=f"give {LAYOUT}")
+        raise DataError(
+            f"{file.name} row 1 has {count} fields, not {LISTS} lists for each period", remedy=f"give {LAYOUT}"
+        )
     return tuple(f"period {place // LISTS} list {place % LISTS}" for place in range(count))
 
 

@@ -40,9 +40,7 @@ def model_tensors(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def table_paths(model: nn.Module) -> list[str]:
     """Return the paths of a model's embedding tables."""
-    return [
-        f"{_PARAMETER}{name}.weight" for name, each in model.named_modules() if isinstance(each, EmbeddingTable)
-    ]
+    return [f"{_PARAMETER}{name}.weight" for name, each in model.named_modules() if isinstance(each, EmbeddingTable)]
 
 
 def as_int8(values: Mapping[str, Tensor], tables: list[str], ranges: Ranges) -> dict[str, Tensor]:

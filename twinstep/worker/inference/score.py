@@ -46,7 +46,9 @@ class Scored:
     int8: str | None
 
 
-def score(where: str, out: Path, *, data: str | None = None, part: Part = "held-out", batch_size: int | None = None) -> Scored:
+def score(
+    where: str, out: Path, *, data: str | None = None, part: Part = "held-out", batch_size: int | None = None
+) -> Scored:
     """Score candidates and write one row for each, in the order of samples: by time of their first candidate.
 
     Args:
@@ -94,7 +96,9 @@ def check_format(out: Path) -> None:
         UnavailableError: it has another ending, or lies in no directory.
     """
     if out.suffix not in FORMATS:
-        raise UnavailableError(f"{out} ends in none of {', '.join(FORMATS)}", remedy=f"--out {out.stem or 'scores'}.parquet")
+        raise UnavailableError(
+            f"{out} ends in none of {', '.join(FORMATS)}", remedy=f"--out {out.stem or 'scores'}.parquet"
+        )
     if out.is_dir() or not out.parent.is_dir():
         why = "it is a directory" if out.is_dir() else f"there is no directory {out.parent}"
         raise UnavailableError(f"scores cannot be written to {out}: {why}", remedy="--out scores.parquet")
@@ -106,14 +110,22 @@ def _check_schema(model: AnySchema, data: AnySchema) -> None:
     Raises:
         DataError: features, tasks or tables differ, or ids would lie outside a table.
     """
-    fixed = {name: getattr(model, name) for name in ("contextual", "item_features", "action_bits", "dense", "features", "tasks") if hasattr(model, name)}
+    fixed = {
+        name: getattr(model, name)
+        for name in ("contextual", "item_features", "action_bits", "dense", "features", "tasks")
+        if hasattr(model, name)
+    }
     rows = {table.name: table.rows for table in model.tables}
     wrong = [name for name, value in fixed.items() if getattr(data, name, None) != value]
-    wrong += [f"table {t.name} ({t.rows} rows, trained {rows.get(t.name, 0)})" for t in data.tables if t.rows > rows.get(t.name, 0)]
+    wrong += [
+        f"table {t.name} ({t.rows} rows, trained {rows.get(t.name, 0)})"
+        for t in data.tables
+        if t.rows > rows.get(t.name, 0)
+    ]
     if wrong:
         raise DataError(
             f"the data is of another schema than the model's: {', '.join(wrong)}",
-            remedy="give data that has the features, tasks and ids the model was trained with; data.rows enlarges tables",
+            remedy="give data with the features, tasks and ids of the model's; data.rows enlarges tables",
         )
 
 
