@@ -102,7 +102,9 @@ def test_a_run_scores_each_window_of_its_training_batches_and_nothing_else() -> 
     assert [step for step, _ in notes.windows] == [4, 8]
     for (_, found), part in zip(notes.windows, (seen[:4], seen[4:8]), strict=True):
         kept = [batch.weights[0] > 0 for _, batch in part]
-        logit = np.concatenate([logits[0][real].numpy() for (logits, _), real in zip(part, kept, strict=True)])
+        logit = np.concatenate([logits[0][real].numpy() for (logits, _), real in zip(part, kept, strict=True)]).astype(
+            float
+        )
         label = np.concatenate([batch.labels[0][real].numpy() for (_, batch), real in zip(part, kept, strict=True)])
         assert found["window/auc"] == pytest.approx(roc_auc_score(label, logit), abs=1e-12)
         assert found["window/log_loss"] == pytest.approx(log_loss(label, 1 / (1 + np.exp(-logit))), rel=1e-9)
