@@ -61,7 +61,7 @@ def export(
         from twinstep.worker.inference.export import export as write
     except ModuleNotFoundError as error:
         raise needs_worker("exporting", error) from None
-    found = write(place, out, step=step, int8=None if int8 is None else int8.value)  # type: ignore[arg-type]
+    found = write(place, out, step=step, int8=None if int8 is None else int8.value)
     if as_json:
         print_json({"export": found.as_json()})
         return 0

@@ -16,6 +16,9 @@ from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import validate_spec
 from twinstep.worker.compile import CompileEvent, CompileWarning
+from twinstep.worker.data.metrics import BinaryMetrics
+from twinstep.worker.data.squared_error import RegressionMetrics
+from twinstep.worker.train.scores import Scores
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(
@@ -112,12 +115,11 @@ def test_the_table_of_events_names_those_that_the_code_writes(generate: ModuleTy
 def test_the_table_of_metrics_names_those_that_the_loop_reports(generate: ModuleType) -> None:
     loop = (ROOT / "twinstep/worker/train/loop.py").read_text()
     told = loop[loop.index("def _tell") : loop.index("def _evaluate")]
+    told += (ROOT / "twinstep/worker/data/meter.py").read_text()
     listed = {row[0] for row in generate.METRICS}
     assert {name for name in listed if "/" not in name} == set(re.findall(r'^\s+"(\w+)":', told, re.MULTILINE))
-    scores = (ROOT / "twinstep/worker/train/evaluate.py").read_text()
-    assert {name for name in listed if name.startswith("eval/")} == {
-        f"eval/{name}" for name in re.findall(r'f"(\w+)\{end\}"', scores)
-    }
+    scores = Scores(tasks={"first": BinaryMetrics().compute(), "TASK": RegressionMetrics().compute()})
+    assert {name for name in listed if name.startswith("eval/")} == {f"eval/{name}" for name in scores.values()}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

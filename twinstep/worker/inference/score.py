@@ -29,7 +29,8 @@ from twinstep.worker.data.multi_hot import AnyBatch, AnySchema, MultiHotDataset
 from twinstep.worker.data.samples import make_samples
 from twinstep.worker.inference.content import model_of
 from twinstep.worker.inference.export import open_export
-from twinstep.worker.train.evaluate import Scores, evaluate
+from twinstep.worker.train.evaluate import evaluate
+from twinstep.worker.train.scores import Scores
 from twinstep.worker.train.stop import StopSignal
 
 Part = Literal["held-out", "all"]
