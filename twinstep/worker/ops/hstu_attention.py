@@ -3,7 +3,8 @@
 `hstu_attention` is what models call. It runs plain PyTorch, with a mask per row pair, unless the compiler captures the
 step and asks for the fused operator (`fused()`): then it is one node, `twinstep::hstu_attention`, with a node
 `twinstep::hstu_attention_backward` for its gradients, and each backend lowers the two its own way. On CPU tensors the
-operators run the kernel of `hstu_kernel.py`; where there is none, or the dtype is not its, `reference`.
+operators run the kernel of `hstu_kernel.py`, on CUDA tensors those of `hstu_triton.py`; where there is none, or the
+dtype is not its, `reference`.
 
 A row is `[prefix slots | target slots]`. Tokens fill the first slots of each part; a token's column is its place among
 the row's tokens. A token sees itself and all tokens of lower rank; rank is the column, and all targets share the rank
@@ -18,8 +19,12 @@ Words", arXiv 2402.17152, and the mask of the public generative-recommenders cod
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twinstep.worker.ops import hstu_kernel
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +280,33 @@ def _rule(options: Sequence[Any]) -> tuple[AttentionRule, float]:
     return AttentionRule(*rule), alpha
 
 
+@functools.cache
+def _triton() -> ModuleType | None:
+    """Return `hstu_triton`, or None where Triton is not installed, which is logged once. Late: CPU builds lack it."""
+    try:
+        return importlib.import_module("twinstep.worker.ops.hstu_triton")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        LOG.warning("HSTU attention runs as plain PyTorch on this GPU, which is slower: Triton is not installed")
+        return None
+
+
+def _triton_kernels(q: Tensor, v: Tensor) -> ModuleType | None:
+    """Return the module whose kernels take these tensors, or None: no GPU, another dtype, or no Triton."""
+    if not q.is_cuda:
+        return None
+    found = _triton()
+    return found if found is not None and found.takes(q, v) else None
+
+
 @torch.library.impl(_FORWARD, "CompositeExplicitAutograd")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     if kernel := hstu_kernel.runs(q, v):
         return hstu_kernel.forward(kernel, q, k, v, *rest)
+    if kernels := _triton_kernels(q, v):
+        out: Tensor = kernels.forward(q, k, v, *rest)
+        return out
     prefix, targets, n, *options = rest
     return reference(q, k, v, prefix, targets, n, *_rule(options))
 
@@ -285,6 +315,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     if kernel := hstu_kernel.runs(q, v):
         return hstu_kernel.backward(kernel, grad, q, k, v, *rest)
+    if kernels := _triton_kernels(q, v):
+        grads: tuple[Tensor, Tensor, Tensor] = kernels.backward(grad, q, k, v, *rest)
+        return grads
     prefix, targets, n, *options = rest
     return reference_backward(grad, q, k, v, prefix, targets, n, *_rule(options))
 
