@@ -37,12 +37,12 @@ def seconds_of(work: Callable[[], Any], device: str, *, runs: int, warmup: int =
     found = []
     for _ in range(runs):
         if device == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()  # type: ignore[no-untyped-call]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
             work()
-            end.record()  # type: ignore[no-untyped-call]
-            end.synchronize()  # type: ignore[no-untyped-call]
-            found.append(begin.elapsed_time(end) / 1e3)  # type: ignore[no-untyped-call]
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) / 1e3)
         else:
             started = time.perf_counter()
             work()

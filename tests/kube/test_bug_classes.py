@@ -86,4 +86,4 @@ def test_words_arrive_through_the_api_server_byte_for_byte(
         assert {name: kubelet(entries[name], {"HOSTNAME": "h"}) for name in words} == words
     if run.workload["kind"] == "RayJob":
         line = server.all("RayJob")[0]["spec"]["entrypoint"]
-        assert shlex.split(kubelet(line, {})) == ["python", "-m", "twinstep", "train", "/etc/twinstep/job.json"]
+        assert shlex.split(kubelet(line, {})) == ["python", "-m", "twinstep.worker.train.ray_job"]

@@ -189,6 +189,23 @@ def test_an_entrypoint_reaches_the_process_byte_for_byte(words: list[str]) -> No
     assert json.loads(shown) == words
 
 
+def test_a_rayjobs_line_is_the_same_for_every_job_and_its_head_knows_the_rest() -> None:
+    runs = [rendered({**H100_128, "count": count}, grace_seconds=100) for count in (4, 128)]
+    assert len({run.workload["spec"]["entrypoint"] for run in runs}) == 1
+    for run, count in zip(runs, ("4", "128"), strict=True):
+        for pod in list(pods_of(run))[:2]:
+            told = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+            assert told["TWINSTEP_PROCESSES"] == count
+            assert told["TWINSTEP_SPEC"] == "/etc/twinstep/job.json"
+            assert told["RAY_USAGE_STATS_ENABLED"] == "0"
+            # A node drains for less than its pod's grace, or it is killed while ranks still save.
+            assert (
+                float(told["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] or 0)
+                < 100
+                == int(told["RAY_JOB_STOP_WAIT_TIME_S"] or 0)
+            )
+
+
 @settings(deadline=None, max_examples=60)
 @given(value=st.one_of(st.sampled_from(TRICKY), st.text(alphabet=st.characters(codec="utf-8"), max_size=40)))
 def test_a_users_environment_arrives_byte_for_byte(value: str) -> None:
@@ -310,3 +327,7 @@ def test_a_job_without_an_image_is_refused_and_a_default_taken() -> None:
     with pytest.raises(SpecError, match="image"):
         render(spec)
     assert next(pods_of(render(spec, default_image="w:1")))["containers"][0]["image"] == "w:1"
+    found = render(spec, default_image="worker-{kind}:1")
+    assert {each["image"] for pod in pods_of(found) for each in pod["containers"]} == {
+        f"worker-{spec.accelerator.kind}:1"
+    }

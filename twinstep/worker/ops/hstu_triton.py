@@ -24,7 +24,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_WIDTH = 256  # of a head: four blocks of 32 slots must fit into a multiprocessor's shared memory
 
 
-
 def _compiled(function: Callable[..., Any]) -> Any:
     """Return plain arithmetic as a function that kernels may call; Triton's interpreter calls it as it is."""
     made = triton.jit(function)

@@ -1,6 +1,12 @@
 """A GPU job as a RayJob: a head that does no work, one worker group of whole or part nodes, Ray Train inside.
 
-Source: KubeRay's v1 types, its validation and its submitter (`common/job.go`).
+The entrypoint (`worker/train/ray_job.py`) finds the spec and the number of ranks in the head's environment, so its line
+is the same for every job. Ray has no telemetry here. A pod that is to go drains its Ray node for most of its grace, in
+which the ranks save what they have; so long the Jobs API waits too before it kills an entrypoint that it was told to
+stop. The dashboard listens in the pod network, since KubeRay asks it from elsewhere; the NetworkPolicy lets the job's
+own pods and the operator through.
+Source: KubeRay's v1 types, its validation and its submitter (`common/job.go`); Ray's `_private/node.py` (drain on
+SIGTERM) and `job_supervisor.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ from twinstep.spec.topology import GPUS
 API_VERSION = "ray.io/v1"
 RAY_VERSION = "2.60.0"
 GPU = "nvidia.com/gpu"
+COMMAND = ("python", "-m", "twinstep.worker.train.ray_job")
+DRAIN_SHARE = 0.9  # of a pod's grace: the rest is for Ray's own processes to end
 HEAD = {"requests": {"cpu": "4", "memory": "16Gi"}, "limits": {"memory": "16Gi"}}
 SUBMITTER = {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}}
 
@@ -44,7 +52,7 @@ def rayjob(spec: JobSpec, accelerator: GpuSpec, context: RenderContext) -> Objec
     kubernetes = spec.kubernetes
     metadata = pods.metadata(context.name, context, {"twinstep.dev/title": context.title})
     body: Object = {
-        "entrypoint": entrypoint(pods.COMMAND),
+        "entrypoint": entrypoint(COMMAND),
         "submissionMode": "K8sJobMode",
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": kubernetes.ttl_seconds,
@@ -54,7 +62,7 @@ def rayjob(spec: JobSpec, accelerator: GpuSpec, context: RenderContext) -> Objec
             "rayVersion": RAY_VERSION,
             "headGroupSpec": {
                 "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},  # noqa: S104  within the pod network
-                "template": _pod(spec, context, "ray-head", HEAD, {}),
+                "template": _pod(spec, accelerator, context, "ray-head", HEAD, {}),
             },
             "workerGroupSpecs": [_workers(spec, accelerator, context)],
         },
@@ -80,12 +88,27 @@ def _workers(spec: JobSpec, accelerator: GpuSpec, context: RenderContext) -> Obj
         "maxReplicas": nodes,
         "numOfHosts": 1,
         "rayStartParams": {},
-        "template": _pod(spec, context, "ray-worker", resources, placement, shm_gib=spec.kubernetes.shm_gib),
+        "template": _pod(
+            spec, accelerator, context, "ray-worker", resources, placement, shm_gib=spec.kubernetes.shm_gib
+        ),
     }
+
+
+def _environment(spec: JobSpec, accelerator: GpuSpec) -> list[Object]:
+    """Return what Ray's processes and the entrypoint read beside a worker's own environment."""
+    grace = spec.kubernetes.grace_seconds
+    return [
+        {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+        {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": str(max(1, math.floor(grace * DRAIN_SHARE)))},
+        {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(grace)},
+        {"name": "TWINSTEP_SPEC", "value": pods.SPEC_FILE},
+        {"name": "TWINSTEP_PROCESSES", "value": str(accelerator.count)},
+    ]
 
 
 def _pod(
     spec: JobSpec,
+    accelerator: GpuSpec,
     context: RenderContext,
     container: str,
     resources: Object,
@@ -109,7 +132,7 @@ def _pod(
                 {
                     "name": container,
                     "image": context.image,
-                    "env": pods.environment(spec, context),
+                    "env": pods.environment(spec, context, _environment(spec, accelerator)),
                     "resources": resources,
                     "securityContext": pods.container_security(spec),
                     "volumeMounts": mounts,

@@ -56,7 +56,7 @@ def render(
     """Return the objects of a run of `spec`.
 
     Args:
-        default_image: worker's image where the spec names none.
+        default_image: worker's image where the spec names none; `{kind}` in it becomes the accelerator's kind.
         run_id: a control plane's; empty: the name follows from the spec alone.
         api_url: where workers report; the token is read from a Secret that is not part of the objects.
 
@@ -90,6 +90,8 @@ def _context(
     spec: JobSpec, default_image: str | None, *, job_id: str, run_id: str, attempt: int, api_url: str | None
 ) -> RenderContext:
     image = spec.kubernetes.image or default_image
+    if image is not None:
+        image = image.replace("{kind}", spec.accelerator.kind)
     if image is None:
         raise _not_valid(
             "kubernetes.image", "is required: no image of the worker is set elsewhere", "null", "an image reference",

@@ -1,0 +1,113 @@
+"""Ranks under Ray: what each one's process is told, who counts as the first to fail, and how the job then ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twinstep.spec.errors import SpecError, UnavailableError
+from twinstep.worker.train.ray_board import LEFT, Board, Ended, outcome
+from twinstep.worker.train.ray_job import PROCESSES, SPEC, Asked, main
+from twinstep.worker.train.ray_rank import REPORTING, rank_environment
+
+GPU = """
+name: a-job
+accelerator: {kind: gpu, model: h100, count: 4}
+compile: {backend: inductor}
+"""
+
+
+def ended(rank: int, code: int, words: str = "") -> Ended:
+    return Ended(rank=rank, code=code, words=words)
+
+
+ENDS = st.lists(st.tuples(st.integers(0, 7), st.sampled_from((0, 1, 2, 75, 137, 139, 143))), max_size=8)
+
+
+@given(pairs=ENDS, ray_said=st.sampled_from(("", "it broke")))
+def test_the_exit_code_is_that_of_the_first_failure_and_zero_only_if_all_ended_well(
+    pairs: list[tuple[int, int]], ray_said: str
+) -> None:
+    ends = [ended(rank, code) for rank, code in dict(pairs).items()]
+    code, why = outcome(ends, 8, ray_said=ray_said)
+    failed = [each.code for each in ends if each.code not in (0, *LEFT)]
+    if failed:
+        assert code == failed[0]
+    assert (code == 0) == (len(ends) == 8 and not any(each.code for each in ends) and not ray_said)
+    assert bool(why) == (code not in (0, *LEFT))
+
+
+def test_the_first_failing_ranks_words_are_the_jobs() -> None:
+    ends = [ended(0, 0), ended(3, 2, "the spec is wrong\n"), ended(1, 1, "lost touch with another one")]
+    assert outcome(ends, 4) == (2, "rank 3 of 4 failed first, with exit code 2: the spec is wrong")
+    code, why = outcome(ends[:1], 3, ray_said="the node died")
+    assert code == 1
+    assert why == "rank 1, 2 of 3 ended without a word: the node died"
+
+
+def test_ranks_that_left_are_no_failure_and_the_least_saved_decides() -> None:
+    assert outcome([ended(0, 75), ended(1, 75)], 2) == (75, "")
+    assert outcome([ended(0, 75), ended(1, 143)], 2, ray_said="aborted") == (143, "")
+
+
+def test_one_end_takes_the_others_along_unless_it_is_a_good_one() -> None:
+    for code, stops, fails in ((0, False, False), (75, True, False), (1, True, True)):
+        board = Board()
+        board.end(ended(0, code))
+        assert (board.stop(), board.failed()) == (stops, fails)
+    board = Board()
+    board.ask()
+    assert board.stop()
+    assert not board.failed()
+    assert board.ends() == []
+
+
+def test_only_rank_0_reports_and_threads_are_shared_out() -> None:
+    base = {**dict.fromkeys(REPORTING, "x"), "MASTER_ADDR": "a", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
+    first, second = (
+        rank_environment(base, rank=rank, world=4, local_rank=rank % 2, local_world=2, processors=9) for rank in (0, 3)
+    )
+    assert set(REPORTING) <= set(first)
+    assert not set(REPORTING) & set(second)
+    want = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "4"}
+    assert {**second, **want} == second
+    assert second["MASTER_ADDR"] == "a"
+
+
+def test_the_environment_names_spec_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "job.yaml"
+    monkeypatch.delenv(PROCESSES, raising=False)
+    monkeypatch.delenv(SPEC, raising=False)
+    with pytest.raises(UnavailableError, match="TWINSTEP_SPEC is not set"):
+        Asked.from_environment()
+    monkeypatch.setenv(SPEC, str(path))
+    with pytest.raises(UnavailableError, match="cannot be read"):
+        Asked.from_environment()
+    path.write_text(GPU)
+    assert Asked.from_environment().processes == 4
+    monkeypatch.setenv(PROCESSES, "8")
+    with pytest.raises(SpecError, match="asks for 4 GPUs"):
+        Asked.from_environment()
+    path.write_text("name: a-job\n")
+    assert Asked.from_environment().processes == 8
+    for wrong in ("0", "-1", "two"):
+        monkeypatch.setenv(PROCESSES, wrong)
+        with pytest.raises(UnavailableError, match=PROCESSES):
+            Asked.from_environment()
+
+
+def test_what_the_user_has_to_mend_has_its_own_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"):
+        monkeypatch.setenv(name, "0")
+    path = tmp_path / "job.yaml"
+    path.write_text("name: a-job\nno_such_field: 1\n")
+    monkeypatch.setenv(SPEC, str(path))
+    assert main() == 2
+    assert "no_such_field" in capsys.readouterr().err
+    monkeypatch.delenv(SPEC)
+    assert main() == 1

@@ -1,0 +1,87 @@
+"""What the ranks of a run under Ray tell each other: who ended, how, in which order, and whether all are to stop.
+
+`Board` is plain Python; `ray_job.py` makes an actor of it, beside the driver. `outcome` turns what it holds into the
+driver's exit code. Nothing here imports Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from twinstep.spec.words import EXIT_FAILED, EXIT_PREEMPTED
+from twinstep.worker.train.stop import EXIT_STOPPED
+
+LEFT = (EXIT_PREEMPTED, EXIT_STOPPED)
+"""Exit codes of a rank that was told to stop and did."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How one rank's process ended."""
+
+    rank: int
+    code: int
+    """Exit code; 128 + n after signal n."""
+    words: str
+    """Its last words on standard error."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended neither well nor because it was told to."""
+        return self.code != 0 and self.code not in LEFT
+
+
+class Board:
+    """Kept in one place for all ranks, so that one order of ends holds."""
+
+    def __init__(self) -> None:
+        self._ends: list[Ended] = []
+        self._stop = False
+
+    def ask(self) -> None:
+        """Let all ranks stop, as SIGTERM does."""
+        self._stop = True
+
+    def end(self, ended: Ended) -> None:
+        """Write down a rank's end. One that left or failed takes the others along: they would wait for it in vain."""
+        self._ends.append(ended)
+        if ended.code != 0:
+            self._stop = True
+
+    def stop(self) -> bool:
+        """Return whether ranks are to stop."""
+        return self._stop
+
+    def failed(self) -> bool:
+        """Return whether a rank failed, so that the others cannot end well."""
+        return any(each.failed for each in self._ends)
+
+    def ends(self) -> list[Ended]:
+        """Return the ends in the order in which they came."""
+        return list(self._ends)
+
+
+def outcome(ends: Sequence[Ended], processes: int, *, ray_said: str = "") -> tuple[int, str]:
+    """Return the exit code of a run and, where it failed, why.
+
+    Args:
+        ends: in the order in which they came; the first failure is the cause, and what follows, its consequence.
+        ray_said: what Ray Train raised; empty: nothing.
+    """
+    first = next((each for each in ends if each.failed), None)
+    if first is not None:
+        said = first.words.strip() or "it said nothing"
+        return first.code, f"rank {first.rank} of {processes} failed first, with exit code {first.code}: {said}"
+    missing = sorted(set(range(processes)) - {each.rank for each in ends})
+    if missing:
+        ranks = ", ".join(map(str, missing[:8])) + (" and more" if len(missing) > 8 else "")
+        said = ray_said.strip() or "Ray said nothing"
+        return EXIT_FAILED, f"rank {ranks} of {processes} ended without a word: {said}"
+    if any(each.code == EXIT_STOPPED for each in ends):
+        return EXIT_STOPPED, ""
+    if any(each.code == EXIT_PREEMPTED for each in ends):
+        return EXIT_PREEMPTED, ""
+    if ray_said:
+        return EXIT_FAILED, f"all {processes} ranks ended well, but Ray Train failed: {ray_said}"
+    return 0, ""

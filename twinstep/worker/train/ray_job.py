@@ -1,0 +1,175 @@
+"""The entrypoint of a RayJob: Ray Train's TorchTrainer over the worker group, one rank per GPU.
+
+`python -m twinstep.worker.train.ray_job`, as Ray's Jobs API starts it on the head. The spec is the file that
+TWINSTEP_SPEC names, the number of ranks is TWINSTEP_PROCESSES, both set by what renders the pods. Exit codes are those
+of `twinstep train`: 0; 75 after SIGTERM or a drained node, state saved; the first failing rank's, with its last words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from twinstep.spec.errors import SpecError, TwinstepError, UnavailableError
+from twinstep.spec.job import JobSpec
+from twinstep.spec.parse import parse_spec
+from twinstep.spec.words import EXIT_FAILED, EXIT_SPEC
+from twinstep.worker.train.ray_board import Board, outcome
+
+SPEC, PROCESSES = "TWINSTEP_SPEC", "TWINSTEP_PROCESSES"
+START_SECONDS = 600  # that a worker group has to start: images are pulled by then, but torch comes off a slow disk
+DEFAULTS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(START_SECONDS),
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+}
+"""What Ray reads when it is imported, where nobody has set it."""
+LOOK = 0.25  # seconds between looks whether a stop was asked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What the environment asks for."""
+
+    spec: JobSpec
+    processes: int
+
+    @classmethod
+    def from_environment(cls) -> Asked:
+        """Return the spec and the number of ranks.
+
+        Raises:
+            UnavailableError: a variable is missing or no number, or the file cannot be read.
+            SpecError: the spec is not valid, or asks for another number of GPUs.
+        """
+        path = os.environ.get(SPEC, "")
+        if not path:
+            raise UnavailableError(f"{SPEC} is not set", remedy=f"set {SPEC} to the path of the job spec")
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise UnavailableError(
+                f"the job spec {path} cannot be read: {error.strerror}", remedy=f"set {SPEC} to its path"
+            ) from error
+        spec = parse_spec(text, source=path)
+        count = spec.accelerator.count if spec.accelerator.kind == "gpu" else None
+        said = os.environ.get(PROCESSES, "" if count is None else str(count)) or "1"
+        if not said.isdecimal() or int(said) < 1:
+            raise UnavailableError(f"{PROCESSES} is {said!r}", remedy="set it to the number of ranks, 1 or more")
+        if count is not None and int(said) != count:
+            raise SpecError(
+                f"{PROCESSES} is {said}, but the spec asks for {count} GPUs, and each is a rank",
+                remedy=f"{PROCESSES}={count}, or accelerator.count: {said}",
+            )
+        return cls(spec=spec, processes=int(said))
+
+
+def train(asked: Asked) -> tuple[int, str]:
+    """Run the ranks to their end; return the exit code and, where they failed, why."""
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from twinstep.worker.train.ray_backend import rank_config
+    from twinstep.worker.train.ray_rank import run_rank
+
+    said = ""
+    with _connected(), tempfile.TemporaryDirectory(prefix="twinstep-ray-") as folder, _listening() as stop:
+        # On the head, like the driver: it outlives any worker's node.
+        here = ray.get_runtime_context().get_node_id()
+        board: Any = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": here})(Board).remote()
+        trainer = TorchTrainer(
+            run_rank,
+            train_loop_config={"spec": asked.spec.model_dump_json(), "board": board},
+            torch_config=rank_config(),
+            scaling_config=ScalingConfig(
+                num_workers=asked.processes, use_gpu=asked.spec.accelerator.kind == "gpu", placement_strategy="PACK"
+            ),
+            # Nothing is kept there: checkpoints are the worker's own. Restarts are KubeRay's, with a new cluster.
+            run_config=RunConfig(name="run", storage_path=folder),
+        )
+        try:
+            _fit(trainer, board, stop)
+        except Exception as error:  # all that Ray raises; the board knows which rank was first
+            said = str(error)
+        return outcome(ray.get(board.ends.remote()), asked.processes, ray_said=said)
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    import ray
+
+    try:
+        ray.init(address="auto", log_to_driver=True)
+    except ConnectionError as error:
+        raise UnavailableError(
+            "there is no Ray cluster here", remedy="ray start --head, then submit this with ray job submit"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM sets; Ray's own handler would end the driver at once."""
+    event = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        event.set()
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _fit(trainer: Any, board: Any, stop: threading.Event) -> None:
+    """Run a trainer in a thread of its own, so that this one hears signals; raise what it raised."""
+    raised: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:  # handed over to the thread that waits
+            raised.append(error)
+
+    thread = threading.Thread(target=fit, name="ray-train", daemon=True)
+    thread.start()
+    asked = False
+    while thread.is_alive():
+        thread.join(LOOK)
+        if stop.is_set() and not asked:
+            asked = True
+            board.ask.remote()
+    if raised:
+        raise raised[0]
+
+
+def main() -> int:
+    """Run the job that the environment asks for; return the exit code."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        code, why = train(Asked.from_environment())
+    except TwinstepError as error:
+        print(f"{error.problem}\nfix: {error.remedy}", file=sys.stderr, flush=True)
+        return EXIT_SPEC if isinstance(error, SpecError) else EXIT_FAILED
+    if why:
+        print(f"the run failed: {why}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""One rank of a run under Ray: what Ray Train calls in each worker of the group.
+
+A rank is a process of its own, started with the same command as on every other backend, `twinstep train -`, its spec on
+standard input. So torch and jax find the environment they need before they are loaded, SIGTERM reaches the main thread,
+a crash of native code is an exit code, and the loop needs to know nothing of Ray. The worker around it waits, passes
+on a wish to stop, and says how it ended.
+
+A pod that is to go gets SIGTERM, whereupon Ray drains the node; Ray Train hears of it, and so do we.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import IO, Any
+
+from twinstep.worker.train.ray_board import Ended
+
+POLL = 0.25  # seconds between looks at the child and at the board
+PEER_PATIENCE = 15.0  # seconds that a rank has to end by itself once another failed
+LAST_WORDS = 5.0  # seconds that the others have to say so
+LAST_LINES, LAST_CHARACTERS = 12, 2000
+REPORTING = ("TWINSTEP_RUN_ID", "TWINSTEP_RUN_DIR", "TWINSTEP_API_URL", "TWINSTEP_RUN_TOKEN")
+
+
+class RankFailed(Exception):
+    """A rank's process failed; Ray Train then ends the group."""
+
+
+def rank_environment(
+    base: Mapping[str, str], *, rank: int, world: int, local_rank: int, local_world: int, processors: int
+) -> dict[str, str]:
+    """Return the environment of a rank's process.
+
+    Reports are rank 0's alone: the others are by hand, as far as a control plane can see. MASTER_ADDR and MASTER_PORT
+    are in `base` already. Threads are shared out among the ranks of a host; Ray's own setting is one for each.
+    """
+    kept = {name: value for name, value in base.items() if rank == 0 or name not in REPORTING}
+    kept.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(local_world),
+        OMP_NUM_THREADS=str(max(1, processors // local_world)),
+    )
+    return kept
+
+
+def run_rank(config: dict[str, Any]) -> None:
+    """Run one rank to its end; called by Ray Train with the spec's text and the board.
+
+    Raises:
+        RankFailed: its process failed, with its last words.
+    """
+    import ray
+    import ray.train
+
+    context, board = ray.train.get_context(), config["board"]
+    rank = context.get_world_rank()
+    environment = rank_environment(
+        os.environ,
+        rank=rank,
+        world=context.get_world_size(),
+        local_rank=context.get_local_rank(),
+        local_world=context.get_local_world_size(),
+        processors=len(os.sched_getaffinity(0)),
+    )
+    child = _start(config["spec"], environment)
+    tail: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+    readers = [_reader(child.stdout, sys.stdout, None, shown=rank == 0), _reader(child.stderr, sys.stderr, tail)]
+    try:
+        _wait(child, board)
+    finally:
+        if child.poll() is None:
+            child.kill()
+        code = child.wait()
+        for reader in readers:
+            reader.join(timeout=5.0)
+    ended = Ended(rank=rank, code=code if code >= 0 else 128 - code, words="".join(tail)[-LAST_CHARACTERS:])
+    ray.get(board.end.remote(ended))
+    if ended.failed:
+        _let_others_end(board, context.get_world_size())
+        raise RankFailed(f"rank {rank} ended with exit code {ended.code}: {ended.words.strip()}")
+
+
+def _start(spec: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "twinstep", "train", "-"],
+        env=dict(environment),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    assert child.stdin is not None  # noqa: S101
+    try:
+        child.stdin.write(spec)
+        child.stdin.close()
+    except BrokenPipeError:  # it ended at once; how, is told as any end is
+        pass
+    return child
+
+
+def _wait(child: subprocess.Popen[str], board: Any) -> None:
+    """Wait for a rank's process; pass on a wish to stop once, and end it where another rank has failed."""
+    import ray
+
+    asked, until = False, None
+    while child.poll() is None:
+        time.sleep(POLL)
+        if _draining():
+            ray.get(board.ask.remote())
+        if not asked and ray.get(board.stop.remote()):
+            asked = True
+            child.terminate()
+        if until is None and ray.get(board.failed.remote()):
+            until = time.monotonic() + PEER_PATIENCE
+        if until is not None and time.monotonic() > until:
+            child.kill()
+
+
+def _let_others_end(board: Any, world: int) -> None:
+    """Wait until the other ranks have ended: Ray Train kills the group as soon as it hears of a failure."""
+    import ray
+
+    until = time.monotonic() + PEER_PATIENCE + LAST_WORDS
+    while time.monotonic() < until and len(ray.get(board.ends.remote())) < world:
+        time.sleep(POLL)
+
+
+def _draining() -> bool:
+    """Return whether a node of the group is about to go."""
+    import ray.train
+
+    return ray.train.get_preemption_info() is not None
+
+
+def _reader(
+    stream: IO[str] | None, to: IO[str], tail: collections.deque[str] | None, *, shown: bool = True
+) -> threading.Thread:
+    """Start a thread that passes a child's lines on and keeps the last ones."""
+
+    def pass_on() -> None:
+        for line in stream or ():
+            if tail is not None:
+                tail.append(line)
+            if shown:
+                to.write(line)
+                to.flush()
+
+    thread = threading.Thread(target=pass_on, name="rank-output", daemon=True)
+    thread.start()
+    return thread
