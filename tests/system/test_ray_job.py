@@ -175,6 +175,7 @@ def cluster() -> Iterator[Cluster]:
         "XDG_CACHE_HOME": str(folder / "cache"),
         "GLOO_SOCKET_IFNAME": "lo",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # Ray's workers step back behind all else by default
         "RAY_JOB_STOP_WAIT_TIME_S": "60",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "45",
         "TWINSTEP_SPEC": str(folder / "job.json"),

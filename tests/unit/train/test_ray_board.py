@@ -57,11 +57,10 @@ def test_one_end_takes_the_others_along_unless_it_is_a_good_one() -> None:
     for code, stops, fails in ((0, False, False), (75, True, False), (1, True, True)):
         board = Board()
         board.end(ended(0, code))
-        assert (board.stop(), board.failed()) == (stops, fails)
+        assert board.orders() == (stops, fails)
     board = Board()
     board.ask()
-    assert board.stop()
-    assert not board.failed()
+    assert board.orders() == (True, False)
     assert board.ends() == []
 
 

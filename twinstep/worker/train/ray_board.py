@@ -49,13 +49,9 @@ class Board:
         if ended.code != 0:
             self._stop = True
 
-    def stop(self) -> bool:
-        """Return whether ranks are to stop."""
-        return self._stop
-
-    def failed(self) -> bool:
-        """Return whether a rank failed, so that the others cannot end well."""
-        return any(each.failed for each in self._ends)
+    def orders(self) -> tuple[bool, bool]:
+        """Return whether ranks are to stop, and whether one failed, so that the others cannot end well."""
+        return self._stop, any(each.failed for each in self._ends)
 
     def ends(self) -> list[Ended]:
         """Return the ends in the order in which they came."""

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,9 @@ START_SECONDS = 600  # that a worker group has to start: images are pulled by th
 DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(START_SECONDS),
-    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
 }
 """What Ray reads when it is imported, where nobody has set it."""
-LOOK = 0.25  # seconds between looks whether a stop was asked for
+LOOK, LOOK_AT_NODES = 0.25, 1.0  # seconds between looks whether a stop was asked for, and whether a node is to go
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,14 +147,30 @@ def _fit(trainer: Any, board: Any, stop: threading.Event) -> None:
 
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
     thread.start()
-    asked = False
+    asked, looked = False, 0.0
     while thread.is_alive():
         thread.join(LOOK)
-        if stop.is_set() and not asked:
+        if asked:
+            continue
+        if time.monotonic() - looked > LOOK_AT_NODES:
+            looked = time.monotonic()
+            if _draining():
+                stop.set()
+        if stop.is_set():
             asked = True
             board.ask.remote()
     if raised:
         raise raised[0]
+
+
+def _draining() -> bool:
+    """Return whether a node of this job's cluster is to go: its pod was told to, and Ray gives it time.
+
+    Ray Train's own `get_preemption_info` is a collective call, for loops whose ranks are in step.
+    """
+    from ray._private.state import state
+
+    return bool(state.get_draining_nodes())
 
 
 def main() -> int:

@@ -4,8 +4,6 @@ A rank is a process of its own, started with the same command as on every other 
 standard input. So torch and jax find the environment they need before they are loaded, SIGTERM reaches the main thread,
 a crash of native code is an exit code, and the loop needs to know nothing of Ray. The worker around it waits, passes
 on a wish to stop, and says how it ended.
-
-A pod that is to go gets SIGTERM, whereupon Ray drains the node; Ray Train hears of it, and so do we.
 """
 
 from __future__ import annotations
@@ -115,12 +113,11 @@ def _wait(child: subprocess.Popen[str], board: Any) -> None:
     asked, until = False, None
     while child.poll() is None:
         time.sleep(POLL)
-        if _draining():
-            ray.get(board.ask.remote())
-        if not asked and ray.get(board.stop.remote()):
+        stop, failed = ray.get(board.orders.remote())
+        if stop and not asked:
             asked = True
             child.terminate()
-        if until is None and ray.get(board.failed.remote()):
+        if failed and until is None:
             until = time.monotonic() + PEER_PATIENCE
         if until is not None and time.monotonic() > until:
             child.kill()
@@ -133,13 +130,6 @@ def _let_others_end(board: Any, world: int) -> None:
     until = time.monotonic() + PEER_PATIENCE + LAST_WORDS
     while time.monotonic() < until and len(ray.get(board.ends.remote())) < world:
         time.sleep(POLL)
-
-
-def _draining() -> bool:
-    """Return whether a node of the group is about to go."""
-    import ray.train
-
-    return ray.train.get_preemption_info() is not None
 
 
 def _reader(
