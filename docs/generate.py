@@ -112,6 +112,12 @@ EVENTS = (
         "`step`",
     ),
     (
+        "ahead_not_used",
+        "worker",
+        "No program that preflight compiled for the slice fits the step, or none can be trusted; it is compiled.",
+        "`step`, `why`",
+    ),
+    (
         "evaluated",
         "worker",
         "Held-out data was scored.",

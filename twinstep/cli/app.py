@@ -1,9 +1,9 @@
 """The table of commands, and the one place where an error becomes words and an exit code.
 
-Commands live in `up.py` (a control plane), `here.py` (this machine: train, validate, schema), `parity.py` (compare the
-backends here), `explain.py` (what the compiler does), `data.py` (histories and token budgets), `tables.py` (tables on
-SparseCores), `inference.py` (export, score), `jobs.py` and `attempts.py` (ask the control plane), `cluster.py`
-(topologies, render) and `models.py` (what there is to train).
+Commands live in `up.py` (a control plane), `here.py` (this machine: train, validate, schema), `preflight.py` (will it
+fit, how fast, which tables where), `parity.py` (compare the backends here), `explain.py` (what the compiler does),
+`data.py` (histories and token budgets), `tables.py` (tables on SparseCores), `inference.py` (export, score), `jobs.py`
+and `attempts.py` (ask the control plane), `cluster.py` (topologies, render) and `models.py` (what there is to train).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from twinstep.cli import (
     jobs,
     models,
     parity,
+    preflight,
     tables,
     up,
     users,
@@ -89,6 +90,7 @@ jobs.register(app)
 attempts.register(app)
 cluster.register(app)
 parity.register(app)
+preflight.register(app)
 explain.register(app)
 data.register(app)
 tables.register(app)

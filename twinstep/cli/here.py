@@ -1,4 +1,4 @@
-"""Commands that need no control plane: train, compile, validate, schema."""
+"""Commands that need no control plane: train, validate, schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from twinstep.cli.output import aot_table, console, print_json, summary_table
+from twinstep.cli.output import console, print_json, summary_table
 from twinstep.cli.specfile import read_spec
 from twinstep.spec.errors import UnavailableError
 
@@ -26,7 +26,6 @@ class Lowered(enum.Enum):
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     app.command("train")(train)
-    app.command("compile")(compile_ahead)
     app.command("validate")(validate)
     app.command("schema")(schema)
 
@@ -51,31 +50,6 @@ def train(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
                 screen.print(summary_table(summary.model_dump(mode="json")))
             sys.stdout.write(shown.get())
         sys.stdout.flush()
-    return 0
-
-
-def compile_ahead(
-    spec_path: SpecArg,
-    topology: Annotated[
-        str | None,
-        typer.Option("--topology", metavar="SLICE", help="A TPU slice, v5p:4x4x8; else the spec's accelerator."),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Ask sooner, for slower code; bytes moved then count differently.")
-    ] = False,
-    as_json: JsonOpt = False,
-) -> int:
-    """Compile a spec's step for a TPU slice, without a TPU: memory, traffic, collectives, seconds."""
-    spec = read_spec(spec_path)
-    try:
-        from twinstep.worker.train.ahead import compile_spec
-    except ModuleNotFoundError as error:
-        raise needs_worker("compiling", error) from None
-    report = compile_spec(spec, topology=topology, effort="quick" if quick else "full")
-    if as_json:
-        print_json({"report": report.as_json()})
-    else:
-        console().print(aot_table(report.as_json()))
     return 0
 
 

@@ -337,6 +337,9 @@ class DebugSpec(Spec):
     """Fail the run when a number of a batch, or a loss, is NaN or infinite, naming the field or the step."""
     save_graph: StrictBool = False
     """Write the captured graph as text beside the run's files."""
+    preflight: Literal["refuse", "warn"] = "refuse"
+    """What becomes of a job that does not fit its accelerator by the model of `twinstep preflight`: it is refused, or
+    let go with a warning."""
 
 
 class RuntimeSpec(Spec):

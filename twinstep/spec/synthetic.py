@@ -63,3 +63,24 @@ class SyntheticSpec(Spec):
 
 TAKEN = ("user_id", "segment", "item_id")
 """Features that `synthetic` has anyway."""
+
+SEGMENTS = 8
+"""Segments that the users of `synthetic` fall into; rows of their table."""
+PER_EVENT = 50  # events per user and per item, where a spec does not say
+
+
+def users_of(asked: SyntheticSpec, events: int) -> int:
+    """Return the users of `synthetic`."""
+    return asked.users or max(8, events // PER_EVENT)
+
+
+def items_of(asked: SyntheticSpec, events: int) -> int:
+    """Return the items of `synthetic`."""
+    return asked.items or max(16, events // PER_EVENT)
+
+
+TABLE_ROWS = (2000, 1500, 1000, 800, 600, 500, 400, 300, 250, 200, 150, 100, 90, 80, 70, 60, 50, 40, 30, 20, 15, 10,
+              8, 5, 4, 3)  # fmt: skip
+"""Rows of the tables of `synthetic-clicks`, where a spec does not say."""
+MAX_IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 10, 7, 10, 3, 1, 1)
+"""Most ids of a bag by feature: the sizes of MLPerf's multi-hot Criteo data, cut to 12."""

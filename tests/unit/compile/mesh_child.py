@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from twinstep.spec.errors import CompileError
+from twinstep.spec.placement import Mesh
 from twinstep.worker.compile import StepCompiler
-from twinstep.worker.compile.placement import Mesh
 
 ROWS, DIM, BATCH = 4096, 8, 16
 

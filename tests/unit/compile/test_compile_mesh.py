@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from twinstep.spec.errors import CompileError
-from twinstep.worker.compile.placement import Mesh, Placed, place
+from twinstep.spec.placement import Mesh, Placed, place
 
 CHILD = Path(__file__).with_name("mesh_child.py")
 TABLE = Placed(name="t", role="table", shape=(64, 8), itemsize=4)

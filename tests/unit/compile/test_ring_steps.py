@@ -14,7 +14,7 @@ import pytest
 from twinstep.spec.errors import SpecError
 from twinstep.spec.job import CompileSpec
 from twinstep.spec.parse import validate_spec
-from twinstep.worker.compile.placement import Mesh, Placed, place
+from twinstep.spec.placement import Mesh, Placed, place
 from twinstep.worker.compile.strategies import RingEmbedding, resolve
 from twinstep.worker.train.asked import strategies_of
 

@@ -67,7 +67,7 @@ def test_the_control_plane_and_the_vocabulary_load_without_torch_and_jax() -> No
     code = (
         "import sys\n"
         "for name in ('torch', 'jax', 'torchax', 'numpy', 'sklearn'): sys.modules[name] = None\n"
-        "import twinstep.platform.server, twinstep.cli, twinstep.spec.parse\n"
+        "import twinstep.platform.server, twinstep.cli, twinstep.spec.parse, twinstep.preflight.planning\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -105,7 +105,7 @@ def test_every_direct_dependency_is_in_the_lock_and_on_the_page_of_dependencies(
 
 def test_the_architecture_page_names_what_is_there() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
-    for path in re.findall(r"`((?:spec|platform|worker|cli)/[\w/]*(?:\.py)?)(?::(\w+))?`", page):
+    for path in re.findall(r"`((?:spec|preflight|platform|worker|cli)/[\w/]*(?:\.py)?)(?::(\w+))?`", page):
         assert (PACKAGE / path[0]).exists(), path[0]
         if path[1]:
             module = importlib.import_module("twinstep." + path[0].removesuffix(".py").replace("/", "."))

@@ -21,6 +21,8 @@ from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.entry import current_entry
 from twinstep.platform.store.records import JobDetail, View
 from twinstep.platform.store.submits import HomeChangedError, Stored
+from twinstep.preflight.check import preflight
+from twinstep.preflight.report import Preflight
 from twinstep.spec.errors import NotFoundError, SpecError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import MAX_SPEC_BYTES, parse_spec, validate_spec
@@ -132,6 +134,8 @@ class Plan(View):
     numbers: dict[str, int | str]
     """Chips, hosts, pods, processes, devices: what follows from the accelerator."""
     warnings: list[str]
+    preflight: Preflight
+    """What a step would take of each device, and how fast it could be."""
     objects: list[dict[str, Any]]
     """The Kubernetes objects, in the order in which they are applied."""
     diff: str | None = None
@@ -149,9 +153,12 @@ def plan(
         str | None, Query(max_length=64, description="A job to compare with: `diff` says what would be different.")
     ] = None,
 ) -> Plan:
-    """Render a spec for a cluster and check it as the cluster would, without creating anything."""
+    """Render a spec for a cluster and check it as the cluster would, without creating anything.
+
+    422 where it does not fit its accelerator: with the number that broke, and changes that make it fit.
+    """
     spec = service.accounts.place(caller, spec, project)
-    found = service.plan_job(spec)
+    found, looked = service.plan_job(spec), preflight(spec)
     diff = None
     if job_id is not None:
         service.accounts.check_job(caller, Permission.READ, job_id)
@@ -160,7 +167,8 @@ def plan(
         name=found.name,
         namespace=found.namespace,
         numbers=found.numbers,
-        warnings=list(found.warnings),
+        warnings=[*found.warnings, *(f"preflight: {each.problem}" for each in looked.problems)],
+        preflight=looked,
         objects=list(found.objects),
         diff=diff,
     )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -28,6 +29,8 @@ from twinstep.platform.store.entry import Entry, under_way
 from twinstep.platform.store.logs import EVERYBODY
 from twinstep.platform.store.records import HostHeard, Job, LogFilter, MetricSeries, Run
 from twinstep.platform.store.search import JobFilter, JobSort
+from twinstep.preflight.check import preflight
+from twinstep.preflight.words import as_text
 from twinstep.spec.errors import AuthError, ConflictError, NotFoundError, TwinstepError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.roles import Permission
@@ -194,7 +197,9 @@ class Reader:
         return self._service.explain_job(job_id)
 
     def document(self, job_id: str, number: int, kind: str) -> str:
-        """Return a run's spec, or the manifests it is in a cluster, as YAML; in words why there are none.
+        """Return a run's spec, or the manifests it is in a cluster, as YAML, or what preflight says of it, as text.
+
+        Where there are no manifests, in words why.
 
         Raises:
             NotFoundError: no such job, or no such run of it.
@@ -207,6 +212,8 @@ class Reader:
         body = run.spec if run.spec is not None else self._service.first_spec(job_id)
         if kind == "spec":
             return dump_yaml(body)
+        if kind == "preflight":
+            return _preflight(body)
         if body["accelerator"]["kind"] == "cpu":
             return f"# {job.name} runs on the control plane's own machine: it is no object of a cluster.\n"
         try:
@@ -335,3 +342,10 @@ class Reader:
             ended=job.finished_at,
             cancel_requested=job.cancel_requested_at is not None,
         )
+
+
+def _preflight(body: dict[str, Any]) -> str:
+    try:
+        return as_text(preflight(JobSpec.model_validate(body)))
+    except ValidationError as error:  # a spec of another version
+        return f"It cannot be looked at: {str(error).splitlines()[0]}"

@@ -15,6 +15,7 @@ from twinstep.spec.words import cut, duration
 
 MAX_DIFF_LINES = 2000
 SHOWN_RUNS = 8
+DOCUMENTS = ("spec", "manifests", "preflight")
 
 
 class Why:
@@ -113,7 +114,7 @@ class Hosts:
 
 
 class Documents:
-    """The spec or the manifests of a run, or what differs from another run's."""
+    """The spec or the manifests of a run, what preflight says of it, or what differs from another run's."""
 
     def __init__(self, read: Callable[[int, str], Awaitable[str]], runs: Sequence[int]) -> None:
         self.read, self.runs = read, list(runs)
@@ -128,7 +129,7 @@ class Documents:
     def _choosers(self) -> None:
         self.choosers.clear()
         with self.choosers:
-            kinds = {"spec": "spec", "manifests": "manifests"}
+            kinds = {kind: kind for kind in DOCUMENTS}
             theme.select("Show", kinds, self.kind, lambda value: self._choose(kind=value))
             if len(self.runs) > 1:
                 runs = {str(number): str(number) for number in reversed(self.runs)}
@@ -138,7 +139,7 @@ class Documents:
                 )
 
     async def _choose(self, *, kind: str | None = None, run: int | None = None, against: int | None = None) -> None:
-        self.kind = kind if kind in ("spec", "manifests") else self.kind
+        self.kind = kind if kind in DOCUMENTS else self.kind
         self.run = run if run in self.runs else self.run
         self.against = against if against is not None and against in (0, *self.runs) else self.against
         await self.show()

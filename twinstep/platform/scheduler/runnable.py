@@ -11,6 +11,7 @@ from twinstep.platform.scheduler.validate.check import check
 from twinstep.platform.scheduler.validate.schemas import CustomResources
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.records import JobDetail
+from twinstep.preflight.check import check_fits
 from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import validate_spec
@@ -20,7 +21,8 @@ def check_runnable(spec: JobSpec, settings: Settings) -> None:
     """Raise SpecError unless a backend of this control plane takes `spec`.
 
     Raises:
-        SpecError: there is no cluster for it, or the cluster would refuse what it renders to.
+        SpecError: there is no cluster for it, it does not fit its accelerator, or the cluster would refuse what it
+            renders to.
     """
     kind, cluster = spec.accelerator.kind, settings.cluster
     if kind == "cpu" and (why := _no_machine(settings)):
@@ -77,9 +79,10 @@ def planned(spec: JobSpec, settings: Settings) -> RenderedRun:
     """Return what a spec would become in a cluster, checked as the cluster would.
 
     Raises:
-        SpecError: it is no cluster's, or the cluster would refuse what it renders to.
+        SpecError: it is no cluster's, does not fit its accelerator, or the cluster would refuse what it renders to.
     """
     cluster = settings.cluster
+    check_fits(spec)
     found = render(spec, default_image=settings.worker_image, api_url=None if cluster is None else cluster.api_url)
     check(found.objects, None if cluster is None or cluster.crds is None else _resources(cluster.crds))
     return found

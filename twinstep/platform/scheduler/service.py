@@ -141,7 +141,7 @@ class Service:
         """Return what a spec would become in a cluster, checked as the cluster would; stores and sends nothing.
 
         Raises:
-            SpecError: it is no cluster's, or the cluster would refuse what it renders to.
+            SpecError: it is no cluster's, does not fit its accelerator, or the cluster would refuse what it renders to.
         """
         return planned(spec, self.settings)
 

@@ -6,13 +6,13 @@ decide when to compile again. `aot.py` compiles for a TPU that is not here, `par
 Nothing here knows a model.
 """
 
+from twinstep.spec.placement import Mesh
 from twinstep.worker.compile import strategies
 from twinstep.worker.compile.aot import compile_ahead
 from twinstep.worker.compile.entry import compile
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
 from twinstep.worker.compile.key import CompileKey
 from twinstep.worker.compile.parity import ParityReport, parity
-from twinstep.worker.compile.placement import Mesh
 from twinstep.worker.compile.runner import Runner
 from twinstep.worker.compile.step_compiler import StepCompiler
 

@@ -5,35 +5,38 @@ compiled.report.hbm.peak       # bytes on one device
 
 The model may live on the `meta` device, and so may the batch: only shapes are read, so that tables of any size can be
 compiled for. The step is the very one that the XLA backend runs: `capture.py` captures it, `lower/tpu.py` lowers it.
-Each device gets its part of the batch; the state lives where `placement.py` says, tables from `SHARD_FROM` on by rows.
+Each device gets its part of the batch; the state lives where `spec/placement.py` says.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import importlib.metadata
 import importlib.util
 import os
+import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from twinstep.spec.errors import CompileError, UnavailableError
+from twinstep.spec.placement import Mesh, Placement, Spec, place
 from twinstep.spec.slices import Slice, parse_slice
 from twinstep.worker.compile.annotate import Inputs, Spread
 from twinstep.worker.compile.aot_report import AotReport, Cuts, Effort
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
-from twinstep.worker.compile.key import versions
-from twinstep.worker.compile.placement import Mesh, Placement, Spec, place
+from twinstep.worker.compile.kept import Kept
+from twinstep.worker.compile.shipped import Shipped, slice_key
 from twinstep.worker.compile.state import Optimizers
 from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.compile.strategies import Strategy, resolve
-
-SHARD_FROM = 1 << 30  # bytes of a table from which its rows are spread; a lookup then moves all devices' tokens
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # JAX itself computes on the host; the TPU is only compiled for
@@ -64,7 +67,10 @@ def compile_ahead(
     topology: str,
     strategies: Sequence[Strategy | str] | None = None,
     batch_size: int | None = None,
+    batch_dims: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
     effort: Effort = "full",
+    keep: Path | None = None,
 ) -> Ahead:
     """Compile a whole training step for every device of a TPU slice.
 
@@ -76,6 +82,9 @@ def compile_ahead(
         strategies: what to ask of the compiler; None: the defaults.
         effort: `quick` to ask what a slice would need, `full` for what is going to run.
         batch_size: B, the size that marks a batch dimension; None: the size that most leaves have.
+        batch_dims: position of the batch dimension by batch leaf; None: the first whose size is a multiple of B.
+        sizes: named sizes of the batch, as for `StepCompiler`.
+        keep: directory of the compile cache that the program is kept in, for a run on such a slice.
 
     Raises:
         SpecError: there is no such slice.
@@ -89,11 +98,19 @@ def compile_ahead(
         os.environ.setdefault(name, value)
     from twinstep.worker.compile.lower import tpu, xla  # JAX reads the environment when it is imported
 
-    leaves, _, _ = batch_leaves(example_batch)
+    leaves, names, _ = batch_leaves(example_batch)
     size = batch_size or _common_size(leaves)
     check_divides(size, target)
+    mesh = Mesh.of_slice(target.devices)
     compiler = StepCompiler(
-        train_step, model, optimizer, backend="xla", devices=target.devices, strategies=strategies, ahead=True
+        train_step,
+        model,
+        optimizer,
+        backend="xla",
+        mesh=mesh,
+        batch_dims=batch_dims,
+        strategies=strategies,
+        ahead=True,
     )
     started = time.perf_counter()
     state = compiler.state
@@ -107,15 +124,18 @@ def compile_ahead(
         strategies=resolve(strategies),
     )
     capture_seconds = time.perf_counter() - started
-    placed = place_state(captured, target.devices)
+    placed = place_state(captured, mesh)
+    dims = batch_dims or {}
     cuts = Cuts(
         state=tuple(map(split_dimension, placed.specs)),
         extra=placed.extra,
-        batch=tuple(batch_dimension(leaf, size) for leaf in leaves),
+        batch=tuple(
+            dims.get(name) if batch_dims is not None else batch_dimension(leaf, size)
+            for name, leaf in zip(names, leaves, strict=True)
+        ),
     )
     program = tpu.compile_for(captured, cuts, target, effort)
-    stack = versions(("torch", "torchax", "jax", "libtpu"))
-    key = dataclasses.replace(compiler.key(example_batch), backend=f"xla/{target.name}", versions=stack)
+    key = slice_key(compiler.key(example_batch, sizes=sizes), target.name)
     report = AotReport(
         topology=target.name,
         devices=target.devices,
@@ -128,11 +148,21 @@ def compile_ahead(
         passes=tuple(captured.changed.items()),
         **program.found,
     )
+    kept = None
+    if keep is not None:
+        kept = Shipped(keep, target.name).put(
+            key,
+            Kept.of(captured, compiler.reached),
+            tpu.written(program.executable, captured, placed, cuts, mesh),
+            devices=program.devices,
+            report=report.as_json(),
+        )
+    report = dataclasses.replace(report, kept=None if kept is None else str(kept))
     return Ahead(program.executable, report, captured)
 
 
 def need_libtpu() -> None:
-    """Raise unless the TPU compiler is installed.
+    """Raise unless the TPU compiler is installed, in the version that the installed jax is made for.
 
     Raises:
         UnavailableError: it is not.
@@ -142,6 +172,26 @@ def need_libtpu() -> None:
             "the TPU compiler, libtpu, is not installed here",
             remedy="pip install 'twinstep[worker,aot]' on x86-64 Linux",
         )
+    wanted, there = wanted_libtpu(importlib.metadata.requires("jax") or ()), _version("libtpu")
+    if wanted is not None and there is not None and not fnmatch.fnmatch(there, wanted):
+        raise UnavailableError(
+            f"libtpu {there} is installed, and jax {_version('jax')} is made for libtpu {wanted}: what one compiles, "
+            "the other may not run",
+            remedy=f"pip install 'libtpu=={wanted}'",
+        )
+
+
+def wanted_libtpu(requirements: Iterable[str]) -> str | None:
+    """Return the version of libtpu, perhaps with a `*`, that a distribution's requirements name; None: any."""
+    found = (re.match(r"libtpu\s*==\s*([\w.*]+)", each) for each in requirements)
+    return next((each[1] for each in found if each), None)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_divides(batch_size: int, target: Slice) -> None:
@@ -169,9 +219,8 @@ def batch_dimension(leaf: Tensor, batch_size: int) -> int | None:
     return next((dim for dim, size in enumerate(leaf.shape) if size and size % batch_size == 0), None)
 
 
-def place_state(captured: Captured, devices: int) -> Placement:
-    """Return where the state of a captured step lives on a slice: the rules of every mesh, for one axis of them all."""
-    mesh = Mesh.of({"devices": devices}, shard_bytes=SHARD_FROM)
+def place_state(captured: Captured, mesh: Mesh) -> Placement:
+    """Return where the state of a captured step lives on a mesh."""
     return place(Inputs.of(captured, Spread(batch_dims={})).placed[: captured.num_state], mesh)
 
 

@@ -93,6 +93,8 @@ class AotReport:
     versions: tuple[tuple[str, str], ...]
     passes: tuple[tuple[str, int], ...]
     """Nodes that each pass of ours changed."""
+    kept: str | None = None
+    """File that the program is kept in, for a run on the slice; None: it was not asked for, or cannot be kept."""
 
     @property
     def hbm_traffic(self) -> int:

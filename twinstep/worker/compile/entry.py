@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from twinstep.spec.placement import Mesh
 from twinstep.worker.compile.capture import TrainStep
-from twinstep.worker.compile.placement import Mesh
 from twinstep.worker.compile.runner import Runner
 from twinstep.worker.compile.state import Optimizers
 from twinstep.worker.compile.step_compiler import StepCompiler

@@ -15,8 +15,9 @@ class CompileEvent:
     seconds: float
     capture_seconds: float
     backend: str
-    cache: Literal["none", "disk", "backend"]
-    """What answered. disk: the program as a whole, nothing was traced; backend: the backend's own cache, after a trace.
+    cache: Literal["none", "disk", "backend", "ahead"]
+    """What answered. disk: the program as a whole, nothing was traced; backend: the backend's own cache, after a trace;
+    ahead: a program that preflight compiled for this slice.
     Programs in memory answer without an event."""
     key: str
     nodes: int
@@ -25,8 +26,8 @@ class CompileEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileWarning:
-    """What goes on but should be known: steps that keep being compiled, a cache that cannot be used."""
+    """What goes on but should be known: steps that keep being compiled, a cache or a program that cannot be used."""
 
-    name: Literal["recompile_storm", "cache_unusable"]
+    name: Literal["recompile_storm", "cache_unusable", "ahead_not_used"]
     text: str
     data: dict[str, Any] = field(default_factory=dict)

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from twinstep.spec.placement import Spec
 from twinstep.worker.compile.annotate import ROLES, Annotations, Value
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.passes.table import FIRST_TRACE_PASSES, PASSES
-from twinstep.worker.compile.placement import Spec
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -73,7 +73,7 @@ class Made:
 
     program: Program
     kept: Kept
-    cache: Literal["none", "disk", "backend"]
+    cache: Literal["none", "disk", "backend", "ahead"]
     captured: Captured | None = None
     capture_seconds: float = 0.0
 

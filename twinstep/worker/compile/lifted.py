@@ -58,7 +58,7 @@ class Lifted:
         if name == "inductor":
             return cls(state, InductorBackend(state, cache_dir=cache_dir and cache_dir / "inductor", in_place=in_place))
         place = cache_dir and cache_dir / "xla"
-        backend = XlaBackend(state, cache_dir=place, in_place=in_place, spread=spread)
+        backend = XlaBackend(state, cache_dir=place, in_place=in_place, spread=spread if values else None)
         backend.take_up()
         return cls(state, backend)
 

@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from twinstep.spec.errors import CompileError
+from twinstep.spec.placement import Mesh
 from twinstep.worker.compile.accumulation import GradientsMatter
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
@@ -36,8 +37,8 @@ from twinstep.worker.compile.key import (
 )
 from twinstep.worker.compile.lifted import BackendName, Lifted
 from twinstep.worker.compile.passes.communication import ranks
-from twinstep.worker.compile.placement import Mesh
 from twinstep.worker.compile.runner import Runner
+from twinstep.worker.compile.shipped import Shipped
 from twinstep.worker.compile.stamp import Stamp
 from twinstep.worker.compile.standing import batch_info, reach, standing
 from twinstep.worker.compile.state import Optimizers, TrainState
@@ -64,6 +65,8 @@ class StepCompiler:
         in_place: False writes no new state over old inside the program: slower, and without a cache on disk; for
             finding faults.
         ahead: nothing will run here, so that the model may be on the meta device.
+        shipped: programs that were compiled ahead for the devices of here; one that fits is taken, else a warning says
+            why not, and the step is compiled.
         check_finite: refuse a batch that holds NaN or an infinity (DataError, which names the leaf), at the cost of
             reading all its numbers before each step.
         cache_max_bytes: what programs on disk may take together.
@@ -88,6 +91,7 @@ class StepCompiler:
         cache_dir: str | Path | None = None,
         in_place: bool = True,
         ahead: bool = False,
+        shipped: Shipped | None = None,
         check_finite: bool = False,
         cache_max_bytes: int = MAX_BYTES,
         on_start: Callable[[str], None] | None = None,
@@ -117,6 +121,7 @@ class StepCompiler:
         self._cache_dir = Path(cache_dir) if cache_dir is not None and in_place else None
         self._in_place = in_place
         self._ahead = ahead
+        self._shipped = shipped if backend == "xla" else None
         self._check_finite = check_finite
         self._store = self._open_store(cache_max_bytes)
         self._runners: OrderedDict[CompileKey, Runner] = OrderedDict()
@@ -216,6 +221,11 @@ class StepCompiler:
 
     def _obtain(self, key: CompileKey, batch: Any, lifted: Lifted) -> Made:
         """Return a program from disk, or one compiled now and put there; one process at a time compiles a key."""
+        if self._shipped is not None:
+            found = self._shipped.take(key, lifted, self._reach.tensors)
+            if isinstance(found, Made):
+                return found
+            self._say_not_used(found.why)
         if self._store is None:
             return self._compile(batch, lifted)
         made = self._from_disk(self._store, key, lifted)
@@ -387,6 +397,11 @@ class StepCompiler:
         )
 
     @property
+    def reached(self) -> Mapping[str, Tensor]:
+        """Tensors that the code of the step can reach, by path, as of the last key."""
+        return self._reach.tensors
+
+    @property
     def state(self) -> TrainState:
         """The state that was lifted out of model and optimizers."""
         return self._need_lifted().state
@@ -407,6 +422,11 @@ class StepCompiler:
         if self._cache_dir is None:
             return None
         return ProgramStore(self._cache_dir / "programs", max_bytes=max_bytes, warn=self._cache_unusable)
+
+    def _say_not_used(self, why: str) -> None:
+        if self._on_warning and self._shipped is not None:
+            text = f"no program compiled ahead for {self._shipped.target} is used: {why}; the step is compiled here"
+            self._on_warning(CompileWarning(name="ahead_not_used", text=text, data={"why": why}))
 
     def _cache_unusable(self, problem: str) -> None:
         if self._on_warning:

@@ -77,6 +77,19 @@ class ProgramStore:
         self._make_room(keep=self._path(key))
         return True
 
+    def file(self, key: str) -> Path:
+        """Return the file that the parts under `key` lie in, or would."""
+        return self._path(key)
+
+    def read(self, path: Path) -> dict[str, bytes] | None:
+        """Return the parts of one of `entries`, whatever its key, or None: it cannot be trusted."""
+        try:
+            content = _read(path)
+        except OSError:
+            return None
+        key = _key_of(content)
+        return None if key is None else unpack(content, key)
+
     def drop(self, key: str) -> None:
         """Forget what is stored under `key`."""
         with contextlib.suppress(OSError):
@@ -172,6 +185,14 @@ def unpack(content: bytes, key: str) -> dict[str, bytes] | None:
             return None
         place += size
     return parts if place == len(content) else None
+
+
+def _key_of(content: bytes) -> str | None:
+    """Return the key that an entry names, which `unpack` has still to vouch for."""
+    try:
+        return str(json.loads(content[_HEAD : _HEAD + int.from_bytes(content[_HEAD - 8 : _HEAD], "big")])["key"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _read(path: Path) -> bytes:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from twinstep.spec.synthetic import SyntheticSpec
+from twinstep.spec.synthetic import SEGMENTS, SyntheticSpec, items_of, users_of
 from twinstep.worker.data.events import DataSchema, Events, FeatureSchema, Ints, TableSchema, TaskSchema, make_events
 
 SEED = 20_000
 STARS = 5
 TASTES = 4  # latent dimensions
-SEGMENTS = 8
 START = 1_000_000_000  # seconds; any epoch clock does
 MEAN_GAP = 60  # seconds between neighbouring events of all users
 
@@ -27,8 +26,7 @@ def make_synthetic(num_events: int, asked: SyntheticSpec | None = None) -> tuple
     """
     asked = SyntheticSpec() if asked is None else asked
     rng = np.random.default_rng([SEED if asked.seed is None else asked.seed, num_events])
-    num_users = asked.users or max(8, num_events // 50)
-    num_items = asked.items or max(16, num_events // 50)
+    num_users, num_items = users_of(asked, num_events), items_of(asked, num_events)
     segment = rng.integers(0, SEGMENTS, num_users)
     user_taste = rng.normal(size=(SEGMENTS, TASTES))[segment] + 0.7 * rng.normal(size=(num_users, TASTES))
     item_taste = rng.normal(size=(num_items, TASTES))

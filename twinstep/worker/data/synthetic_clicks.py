@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from twinstep.spec.synthetic import SyntheticSpec
+from twinstep.spec.synthetic import MAX_IDS, TABLE_ROWS, SyntheticSpec
 from twinstep.worker.data.events import TableSchema, TaskSchema
 from twinstep.worker.data.multi_hot import MultiHotFeature, MultiHotSchema, Rows
 from twinstep.worker.data.synthetic import popularity
 
 SEED = 20_001
 NUM_DENSE = 13  # as the Criteo data has
-TABLE_ROWS = (2000, 1500, 1000, 800, 600, 500, 400, 300, 250, 200, 150, 100, 90, 80, 70, 60, 50, 40, 30, 20, 15, 10,
-              8, 5, 4, 3)  # fmt: skip
-MAX_IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 10, 7, 10, 3, 1, 1)
-"""Most ids of a bag by feature: the sizes of MLPerf's multi-hot Criteo data, cut to 12."""
 ZIPF_EXPONENT = 1.1
 TASTE = 0.5  # standard deviation of what an id adds to the score
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from twinstep.spec.job import JobSpec
 from twinstep.spec.slices import parse_slice
 from twinstep.worker.compile.aot import Ahead, check_divides, compile_ahead, need_libtpu
 from twinstep.worker.compile.aot_report import AotReport, Effort
-from twinstep.worker.data.batch import meta_batch
+from twinstep.worker.data.batch import BATCH_DIMS, meta_batch
 from twinstep.worker.data.datasets import load_dataset
-from twinstep.worker.data.multi_hot import MultiHotSchema, meta_multi_hot
+from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, MultiHotSchema, meta_multi_hot
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_meta_model
-from twinstep.worker.train.asked import strategies_of
+from twinstep.worker.train.asked import sizes_of, strategies_of
+from twinstep.worker.train.environment import cache_directory
 from twinstep.worker.train.step import make_train_step
 
 TIME_LIMIT = 1800.0  # seconds; a step of many layers on a busy machine takes minutes
@@ -55,6 +57,7 @@ def compile_spec(
     topology: str | None = None,
     strategies: Sequence[str] | None = None,
     effort: Effort = "full",
+    keep: bool = False,
     time_limit: float = TIME_LIMIT,
 ) -> AotReport:
     """Compile a spec's training step for a TPU slice in a process of its own, and return what the compiler says.
@@ -63,6 +66,7 @@ def compile_spec(
         topology: name of the slice, `v5p:4x4x8`; None: the one of the spec's accelerator.
         strategies: names; None: those that the spec asks for.
         effort: `quick` to ask what a slice would need, `full` for what is going to run.
+        keep: leave the program in the spec's compile cache, for a run on the slice to take.
         time_limit: seconds after which the process is ended.
 
     Raises:
@@ -78,6 +82,7 @@ def compile_spec(
         "topology": target.name,
         "strategies": strategies,
         "effort": effort,
+        "keep": keep,
     }
     try:
         done = subprocess.run(
@@ -127,7 +132,12 @@ def read_answer(out: str, errors: str, code: int) -> AotReport:
 
 
 def compile_here(
-    spec: JobSpec, *, topology: str, strategies: Sequence[str] | None = None, effort: Effort = "full"
+    spec: JobSpec,
+    *,
+    topology: str,
+    strategies: Sequence[str] | None = None,
+    effort: Effort = "full",
+    keep: Path | None = None,
 ) -> Ahead:
     """Compile a spec's training step in this process.
 
@@ -146,7 +156,10 @@ def compile_here(
         topology=topology,
         strategies=strategies_of(spec.compile, spec.embedding.engine) if strategies is None else strategies,
         batch_size=spec.data.batch_size,
+        batch_dims=BATCH_DIMS | MULTI_HOT_DIMS,
+        sizes=sizes_of(spec),
         effort=effort,
+        keep=keep,
     )
 
 
@@ -157,12 +170,14 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     request = json.load(sys.stdin)
     torch.set_num_threads(1)
+    spec = JobSpec.model_validate(request["spec"])
     try:
         done = compile_here(
-            JobSpec.model_validate(request["spec"]),
+            spec,
             topology=request["topology"],
             strategies=request["strategies"],
             effort=request["effort"],
+            keep=cache_directory(spec) if request["keep"] else None,
         )
         answer: dict[str, Any] = {"report": done.report.as_json()}
     except TwinstepError as error:

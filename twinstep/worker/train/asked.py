@@ -1,8 +1,8 @@
-"""What a spec asks of the compiler, as strategies."""
+"""What a spec asks of the compiler, as strategies, and the sizes of its batches by name."""
 
 from __future__ import annotations
 
-from twinstep.spec.job import CompileSpec
+from twinstep.spec.job import CompileSpec, JobSpec
 from twinstep.worker.compile.strategies import (
     DEFAULT_STRATEGIES,
     Rematerialise,
@@ -33,3 +33,14 @@ def strategies_of(spec: CompileSpec, engine: str = "dense") -> tuple[Strategy | 
     if spec.memory_budget_mib is None:
         return names
     return (*names, Rematerialise(budget_bytes=spec.memory_budget_mib * MIB))
+
+
+def sizes_of(spec: JobSpec) -> dict[str, int]:
+    """Return the named sizes of a spec's batches, as a CompileKey holds them."""
+    data = spec.data
+    return {
+        "batch_size": data.batch_size,
+        "uih_len": data.uih_len,
+        "uih_budget": data.uih_budget or data.uih_len,
+        "num_candidates": data.num_candidates,
+    }

@@ -25,7 +25,7 @@ from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch
 from twinstep.worker.data.packers import packed_ahead
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_model
-from twinstep.worker.train.asked import strategies_of
+from twinstep.worker.train.asked import sizes_of, strategies_of
 from twinstep.worker.train.environment import cache_directory, grace_seconds, mesh_axes, previous_worker
 from twinstep.worker.train.evaluate import evaluate
 from twinstep.worker.train.goodput import Goodput, chips_of
@@ -43,7 +43,12 @@ from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
 from twinstep.worker.train.versions import software_versions
 
 PROGRESS_EVERY = 1.0  # seconds between progress records
-SOURCES = {"none": "anew", "disk": "from disk", "backend": "traced anew, from the backend's cache"}
+SOURCES = {
+    "none": "anew",
+    "disk": "from disk",
+    "backend": "traced anew, from the backend's cache",
+    "ahead": "as preflight compiled it",
+}
 GRACE_SHARE = 0.9  # of the grace that the last checkpoint may take: the rest is for reports
 
 
@@ -90,12 +95,7 @@ class Trainer:
             on_event=self._compiled,
             on_warning=self._warned,
         )
-        self._sizes = {
-            "batch_size": spec.data.batch_size,
-            "uih_len": spec.data.uih_len,
-            "uih_budget": spec.data.uih_budget or spec.data.uih_len,
-            "num_candidates": spec.data.num_candidates,
-        }
+        self._sizes = sizes_of(spec)
         self._eval_seconds = 0.0
         self._compiled_before = 0.0
         self._last_loss = math.nan

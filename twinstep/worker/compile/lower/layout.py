@@ -14,11 +14,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from twinstep.spec.errors import CompileError
+from twinstep.spec.placement import Spec, place
 from twinstep.worker.compile.annotate import Inputs, Spread
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower.xla_ring import RingOn
 from twinstep.worker.compile.padding import by_rows
-from twinstep.worker.compile.placement import Spec, place
 
 Specs = tuple[Spec, ...]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,16 +22,19 @@ from torch import Tensor
 from torchax.ops.mappings import t2j_dtype
 
 from twinstep.spec.errors import CompileError
+from twinstep.spec.placement import DATA, Placement
+from twinstep.spec.placement import Mesh as Axes
 from twinstep.spec.slices import Slice
 from twinstep.worker.compile.aot_report import Cuts, Effort, HbmBytes
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.hlo import HloText, parse_hlo, with_entry
 from twinstep.worker.compile.lower import pallas_attention, xla_attention
 from twinstep.worker.compile.lower.tpu_traffic import traffic
-from twinstep.worker.compile.lower.xla import as_jax
+from twinstep.worker.compile.lower.tpu_words import in_plain_words
+from twinstep.worker.compile.lower.xla import as_jax, parts_of, result_dtypes
 from twinstep.worker.compile.lower.xla_ring import RingOn
 
-AXIS = "batch"
+AXIS = DATA
 """The mesh's one axis: all devices."""
 
 EFFORTS: dict[Effort, dict[str, str]] = {
@@ -49,6 +51,8 @@ class TpuProgram:
     executable: Any
     found: dict[str, Any]
     """Fields of an AotReport."""
+    devices: tuple[Any, ...]
+    """Of the mesh, in its order."""
 
 
 def compile_for(captured: Captured, cuts: Cuts, target: Slice, effort: Effort) -> TpuProgram:
@@ -87,7 +91,19 @@ def compile_for(captured: Captured, cuts: Cuts, target: Slice, effort: Effort) -
         "compile_seconds": compile_seconds,
         **_costs(compiled.cost_analysis(), text, hlo),
     }
-    return TpuProgram(compiled, found)
+    return TpuProgram(compiled, found, tuple(mesh.devices.flat))
+
+
+def written(executable: Any, captured: Captured, placed: Placement, cuts: Cuts, axes: Axes) -> dict[str, bytes]:
+    """Return the parts of which a worker's backend on the slice makes the program (`XlaBackend.load`)."""
+    start = captured.num_state + captured.num_rates
+    leaves = captured.example[start : start + captured.num_batch]
+    (axis, _), *_ = axes.axes
+    batch = tuple(
+        tuple(axis if at == dim else None for at in range(leaf.dim()))
+        for leaf, dim in zip(leaves, cuts.batch, strict=True)
+    )
+    return parts_of(executable, result_dtypes(captured), (placed.specs, placed.extra, batch), [])
 
 
 def slice_mesh(target: Slice) -> Mesh:
@@ -174,9 +190,6 @@ def _part_costs(text: str) -> dict[str, float]:
     return found
 
 
-_MEMORY = re.compile(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", re.IGNORECASE)
-
-
 @contextlib.contextmanager
 def _in_words(target: Slice) -> Iterator[None]:
     """Say in plain words why the compiler refused."""
@@ -185,11 +198,8 @@ def _in_words(target: Slice) -> Iterator[None]:
     except CompileError:
         raise
     except Exception as error:
-        if found := _MEMORY.search(str(error)):
-            raise CompileError(
-                f"the step needs {found[1]} of HBM on each device of {target.name}, which has {found[2]}",
-                remedy="take more chips, a smaller batch or smaller tables, or ask for the strategy rematerialise",
-            ) from error
+        if (known := in_plain_words(str(error), target.name)) is not None:
+            raise CompileError(known[0], remedy=known[1]) from error
         raise CompileError(
             f"XLA cannot compile the step for {target.name}: {type(error).__name__}: {_first_line(error)}",
             remedy="compile for the CPU (compile.backend: xla) to see whether the step itself is at fault",

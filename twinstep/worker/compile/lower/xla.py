@@ -125,13 +125,11 @@ class XlaBackend:
                 remedy="set compile.backend: inductor, or eager",
             ) from error
         cached = cache_dir is not None and _cache_entries(cache_dir) == before and before > 0
-        results: Any = captured.graph.graph.output_node().args[0]
-        dtypes = [node.meta["val"].dtype for node in results[captured.num_state :]]
         give_back()
         return XlaProgram(
             self,
             compiled,
-            dtypes,
+            result_dtypes(captured),
             captured.constants,
             batch_specs,
             from_cache=cached,
@@ -142,17 +140,11 @@ class XlaBackend:
         """Return the parts `load` makes the program of in another process; None: this XLA cannot write it out."""
         if program.from_cache:
             return None
+        places = (self.layout.state, self.layout.extra, program.batch_specs)
         try:
-            # Bytes of the executable, and the structure of what goes in and comes out.
-            written = pickle.dumps(serialize_executable.serialize(program.compiled))
+            return parts_of(program.compiled, program.dtypes, places, program.attention)
         except Exception:  # XLA's own errors, by backend; the step is compiled again then
             return None
-        return {
-            "executable": written,
-            "dtypes": pickle.dumps(program.dtypes),
-            "layout": pickle.dumps((self.layout.state, self.layout.extra, program.batch_specs)),
-            "attention": json.dumps(program.attention).encode(),
-        }
 
     def load(self, parts: Mapping[str, bytes], constants: Sequence[Tensor]) -> XlaProgram:
         """Return the program that `save` made parts of; raises whatever a damaged one, or another machine, does."""
@@ -359,6 +351,30 @@ def as_jax(
         return new, results[captured.num_state :], next_key
 
     return step
+
+
+def parts_of(
+    compiled: Any, dtypes: list[torch.dtype], places: tuple[Specs, tuple[int, ...], Specs], attention: list[list[int]]
+) -> dict[str, bytes]:
+    """Return what `XlaBackend.load` makes a program of.
+
+    Args:
+        places: where state lives, rows added to it, where batch leaves live.
+        attention: head widths of the CPU kernels that it calls.
+    """
+    return {
+        # Bytes of the executable, and the structure of what goes in and comes out.
+        "executable": pickle.dumps(serialize_executable.serialize(compiled)),
+        "dtypes": pickle.dumps(dtypes),
+        "layout": pickle.dumps(places),
+        "attention": json.dumps(attention).encode(),
+    }
+
+
+def result_dtypes(captured: Captured) -> list[torch.dtype]:
+    """Return the dtypes of a step's results, without the new state."""
+    results: Any = captured.graph.graph.output_node().args[0]
+    return [node.meta["val"].dtype for node in results[captured.num_state :]]
 
 
 def _attention_widths(graph: fx.GraphModule) -> list[list[int]]:

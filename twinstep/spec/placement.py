@@ -23,6 +23,7 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 DATA = "data"
 """The axis that batches are split over."""
 SHARD_BYTES = 64 << 20  # a table below it is cheaper on every device than its lookups over the interconnect
+SLICE_SHARD_BYTES = 1 << 30  # the same on a TPU slice, where a lookup moves the tokens of hundreds of devices
 STATE_BYTES = 256 << 10  # an optimizer's tensor below it is read sooner than a parameter is gathered by itself
 
 
@@ -63,6 +64,11 @@ class Mesh:
         if not isinstance(axes, Mapping):
             raise CompileError(f"a mesh is names and lengths of axes, not {axes!r}", remedy='give {"data": 8}')
         return cls(tuple((str(name), int(size)) for name, size in axes.items()), shard_bytes, state_bytes)
+
+    @classmethod
+    def of_slice(cls, devices: int) -> Mesh:
+        """Return the mesh of a TPU slice: all its devices on one axis, that batches are split over."""
+        return cls(((DATA, devices),), SLICE_SHARD_BYTES)
 
     @property
     def size(self) -> int:

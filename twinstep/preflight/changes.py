@@ -1,0 +1,194 @@
+"""What would make a spec fit: single changes, each put into the spec and tried by the model; nearest first.
+
+Kinds of change stand in the order of what they leave as it is: more devices and another engine change no number of the
+training, a wider format few, a smaller batch or table what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from twinstep.preflight.chips import where
+from twinstep.preflight.report import Change
+from twinstep.preflight.shapes import data_shape
+from twinstep.spec.accelerator import GpuSpec, TpuSpec
+from twinstep.spec.job import JobSpec
+from twinstep.spec.topology import GPUS, chips_of, host_sizes, topologies
+
+Tried = Callable[[JobSpec], int | None]
+"""Returns the bytes of a device where a spec fits, None where it does not."""
+Fields = dict[str, Any]
+DEFAULT_STRATEGIES = ("sparse_embedding", "fused_attention", "fused_update", "fold_layers")
+"""What `compile.strategies: null` asks for; held by test to the compiler's own."""
+
+
+def changes_for(spec: JobSpec, tried: Tried) -> tuple[Change, ...]:
+    """Return single changes with which a spec fits."""
+    found = []
+    for kind in (_batches_that_divide, _larger_slice, _more_gpus, _engine, _serialised, _bfloat16, _batch, _optimizer,
+                 _rows):  # fmt: skip
+        found += [change for change in kind(spec, tried) if change is not None]
+    return tuple({tuple(change.fields.items()): change for change in found}.values())
+
+
+def with_fields(spec: JobSpec, fields: Fields) -> JobSpec | None:
+    """Return a spec with fields set by path; None where it is then none."""
+    dumped = spec.model_dump()
+    for path, value in fields.items():
+        part = dumped
+        *way, last = path.split(".")
+        for name in way:
+            part = part[name]
+        part[last] = value
+    try:
+        return JobSpec.model_validate(dumped)
+    except ValidationError:
+        return None
+
+
+def _try(spec: JobSpec, tried: Tried, text: str, fields: Fields) -> Change | None:
+    changed = with_fields(spec, fields)
+    found = None if changed is None else tried(changed)
+    return None if found is None else Change(text, fields, found)
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the largest number of low..high that fits, where all below one that fits do too; None: not even `low`."""
+    if high < low or not fits(low):
+        return None
+    while low < high:
+        middle = -(-(low + high) // 2)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _set(spec: JobSpec, tried: Tried, path: str, values: Callable[..., Any]) -> Callable[[int], bool]:
+    def fits(number: int) -> bool:
+        changed = with_fields(spec, {path: values(number)})
+        return changed is not None and tried(changed) is not None
+
+    return fits
+
+
+def _batches_that_divide(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
+    devices, size = where(spec).devices, spec.data.batch_size
+    if spec.compile.backend == "xla" and size % devices:
+        for near in sorted({size // devices * devices, -(-size // devices) * devices} - {0}):
+            yield _try(spec, tried, f"data.batch_size: {near}", {"data.batch_size": near})
+
+
+def _batch(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
+    devices, path = where(spec).devices, "data.batch_size"
+    most = (spec.data.batch_size - 1) // devices
+    found = _largest(1, most, _set(spec, tried, path, lambda rows: rows * devices))
+    if found is not None:
+        said = (
+            f"data.batch_size: {found * devices}, {found} rows a device instead of {spec.data.batch_size / devices:g}"
+        )
+        yield _try(spec, tried, said, {path: found * devices})
+
+
+def _larger_slice(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
+    asked = spec.accelerator
+    if not isinstance(asked, TpuSpec):
+        return
+    now = chips_of(asked.topology)
+    larger = [each for each in topologies(asked.generation, up_to=None) if chips_of(each) > now]
+    by_chips = {chips_of(each): each for each in reversed(larger)}  # of one size the first is the most compact
+    counts = sorted(count for count in by_chips if spec.data.batch_size % (count * asked.slices) == 0)
+    low, high = 0, len(counts)
+    found: tuple[str, Fields] | None = None
+    while low < high:
+        middle = (low + high) // 2
+        topology = by_chips[counts[middle]]
+        fields = _slice(asked, topology)
+        changed = with_fields(spec, fields)
+        if changed is not None and tried(changed) is not None:
+            found, high = (topology, fields), middle
+        else:
+            low = middle + 1
+    if found is not None:
+        said = f"accelerator.topology: {found[0]}, {chips_of(found[0])} chips a slice instead of {now}"
+        yield _try(spec, tried, said, found[1])
+
+
+def _slice(asked: TpuSpec, topology: str) -> Fields:
+    sizes = host_sizes(asked.generation, topology)
+    return {
+        "accelerator": {
+            **asked.model_dump(), "topology": topology, "chips_per_host": sizes[-1] if len(sizes) > 1 else None,
+        }
+    }  # fmt: skip
+
+
+def _more_gpus(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
+    asked = spec.accelerator
+    if not isinstance(asked, GpuSpec):
+        return
+    node = GPUS[asked.model].per_node
+    counts = [size for size in (2, 4, *(node << power for power in range(9))) if size > asked.count]
+    for count in counts:
+        change = _try(
+            spec, tried, f"accelerator.count: {count}, instead of {asked.count}", {"accelerator.count": count}
+        )
+        if change is not None:
+            yield change
+            return
+
+
+def _engine(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
+    for engine in get_args(type(spec.embedding).model_fields["engine"].annotation):
+        if engine != spec.embedding.engine:
+            yield _try(spec, tried, f"embedding.engine: {engine}", {"embedding.engine": engine})
+
+
+def _serialised(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
+    if spec.embedding.engine != "sparsecore":
+        return
+    flags = {} if spec.embedding.sparsecore is None else spec.embedding.sparsecore.model_dump()
+    if not flags.get("serialized_tables"):
+        count = len(data_shape(spec.data).tables)
+        yield _try(
+            spec, tried, f"embedding.sparsecore.serialized_tables: {count}",
+            {"embedding.sparsecore": {**flags, "serialized_tables": count}},
+        )  # fmt: skip
+
+
+def _bfloat16(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
+    wanted = DEFAULT_STRATEGIES if spec.compile.strategies is None else spec.compile.strategies
+    if "mixed_precision" not in wanted:
+        named = (*wanted, "mixed_precision")
+        yield _try(
+            spec, tried, f"compile.strategies: [{', '.join(named)}], products in bfloat16",
+            {"compile.strategies": named},
+        )  # fmt: skip
+
+
+def _optimizer(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
+    if spec.optimizers.sparse.kind != "rowwise_adagrad":
+        lighter = {"kind": "rowwise_adagrad", "lr": spec.optimizers.sparse.lr}
+        yield _try(
+            spec, tried, "optimizers.sparse.kind: rowwise_adagrad, which keeps one number a row",
+            {"optimizers.sparse": lighter},
+        )  # fmt: skip
+
+
+def _rows(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
+    """Yield fewer rows of the largest table that has as many as the spec says."""
+    for path, part in (("data.rows", "rows"), ("data.hash_rows", "hash_rows")):
+        asked: dict[str, int] = getattr(spec.data, part)
+        named = [table for table in data_shape(spec.data).tables if table.name in asked]
+        if not named:
+            continue
+        table = max(named, key=lambda each: each.rows)
+        without = {name: rows for name, rows in asked.items() if name != table.name}
+        own = data_shape(spec.data.model_copy(update={part: without})) if part == "rows" else None
+        least = 1 if own is None else next(each.rows for each in own.tables if each.name == table.name)
+        one_less = _set(spec, tried, path, lambda rows, name=table.name, all_=asked: {**all_, name: rows})  # type: ignore[misc]
+        found = _largest(max(least, 1), table.rows - 1, one_less)
+        if found is not None:
+            said = f"{path}.{table.name}: {found:,} rows at most, instead of {table.rows:,}"
+            yield _try(spec, tried, said, {path: {**asked, table.name: found}})

@@ -1,0 +1,116 @@
+"""How much memory a step takes on one device, by category: state exactly, what lives within the step by a model.
+
+The model's factors are fitted to the TPU compiler's own reports, and held to them over a grid: `scripts/bench
+preflight` prints the error of each. On GPUs, which nothing here compiles for, the same values are counted as PyTorch's
+backward pass keeps them; nobody has measured those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twinstep.preflight.chips import Where
+from twinstep.preflight.engines import engine_bytes
+from twinstep.preflight.parameters import Parameter
+from twinstep.preflight.report import Part, Problem
+from twinstep.preflight.shapes import DataShape
+from twinstep.preflight.state import Held, batch_bytes
+from twinstep.preflight.tokens import (
+    Work,
+    attention_is_fused,
+    layers_are_fused,
+    work_of,
+)
+from twinstep.spec.job import JobSpec
+from twinstep.spec.model import DLRMSpec, DLRMv3Spec
+
+FLOAT = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """One device's memory."""
+
+    parts: tuple[Part, ...]
+    state: tuple[Held, ...]
+    refused: tuple[Problem, ...] = ()
+    """What the engine of tables cannot do."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.bytes for part in self.parts)
+
+
+def memory_of(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], where: Where) -> Memory:
+    """Return the memory of a step of `spec`."""
+    engine = engine_bytes(spec, shape, found, where)
+    work = work_of(spec, shape, where)
+
+    def of(*roles: str) -> int:
+        return sum(each.bytes for each in engine.state if each.role in roles)
+
+    parts = (
+        Part("dense parameters", of("parameter", "buffer"), "every parameter but tables, on each device"),
+        Part("dense gradients", _dense_gradients(found), "as large as the parameters"),
+        Part("dense optimizer", of("optimizer"), _words(spec.optimizers.dense.kind, split=where.devices > 1)),
+        Part("tables", of("table"), engine.words),
+        Part("table optimizer", of("table optimizer"), spec.optimizers.sparse.kind),
+        *engine.parts,
+        Part("batch", batch_bytes(spec, shape, where), f"{work.rows} rows of {spec.data.batch_size}"),
+        Part("activations", _activations(spec, shape, work, where), "values that the backward pass reads"),
+        Part("attention", _attention(spec, work), "scores, where attention is no kernel"),
+        Part("workspace", _workspace(spec, work, where), "what the compiler keeps within a step, and its code"),
+    )
+    return Memory(parts=parts, state=engine.state, refused=engine.refused)
+
+
+def _words(kind: str, *, split: bool) -> str:
+    return f"{kind}, its larger tensors split over the devices" if split else kind
+
+
+def _dense_gradients(found: tuple[Parameter, ...]) -> int:
+    return sum(each.count * FLOAT for each in found if each.role == "parameter")
+
+
+def _activations(spec: JobSpec, shape: DataShape, work: Work, where: Where) -> int:
+    model = spec.model
+    lookups = work.looked_up * max(len(shape.item_features), 1) * model.embedding_dim
+    if isinstance(model, DLRMSpec):
+        return FLOAT * (lookups + work.rows * _dlrm_values(model, shape))
+    assert isinstance(model, DLRMv3Spec)  # noqa: S101
+    stream = work.tokens * model.transducer_dim
+    layers = model.num_layers * _layer_values(spec, model, work, where)
+    ends = work.tokens * 4 * model.hidden_dim + work.candidates * 4 * model.transducer_dim
+    return FLOAT * (lookups + layers + ends + 3 * stream)
+
+
+def _layer_values(spec: JobSpec, model: DLRMv3Spec, work: Work, where: Where) -> int:
+    """Return the numbers of one layer that its backward pass reads."""
+    stream = work.tokens * model.transducer_dim
+    if where.kind == "tpu" and layers_are_fused(spec, work):
+        return stream
+    heads = model.num_heads
+    wide = 2 * heads * (model.linear_dim + model.attention_dim) + 4 * heads * model.linear_dim
+    return 2 * stream + work.tokens * wide
+
+
+def _dlrm_values(model: DLRMSpec, shape: DataShape) -> int:
+    vectors = len(shape.bags) + 1
+    crossed = vectors * model.embedding_dim
+    hidden = sum(model.bottom_dims) + sum(model.over_dims) + model.embedding_dim
+    if model.interaction == "dot":
+        return hidden + crossed + vectors * vectors
+    return hidden + crossed + model.num_cross_layers * (2 * crossed + model.cross_rank)
+
+
+def _attention(spec: JobSpec, work: Work) -> int:
+    model = spec.model
+    if isinstance(model, DLRMSpec) or attention_is_fused(spec):
+        return 0
+    scores = work.rows * model.num_heads * work.slots**2
+    return FLOAT * scores * (model.num_layers + 2)
+
+
+def _workspace(spec: JobSpec, work: Work, where: Where) -> int:
+    return 0
