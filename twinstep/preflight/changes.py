@@ -31,7 +31,7 @@ def changes_for(spec: JobSpec, tried: Tried) -> tuple[Change, ...]:
     for kind in (_batches_that_divide, _larger_slice, _more_gpus, _engine, _serialised, _bfloat16, _batch, _optimizer,
                  _rows):  # fmt: skip
         found += [change for change in kind(spec, tried) if change is not None]
-    return tuple({tuple(change.fields.items()): change for change in found}.values())
+    return tuple({str(change.fields): change for change in found}.values())
 
 
 def with_fields(spec: JobSpec, fields: Fields) -> JobSpec | None:
@@ -146,7 +146,8 @@ def _engine(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
 
 
 def _serialised(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
-    if spec.embedding.engine != "sparsecore":
+    engine: str = spec.embedding.engine
+    if engine != "sparsecore":
         return
     flags = {} if spec.embedding.sparsecore is None else spec.embedding.sparsecore.model_dump()
     if not flags.get("serialized_tables"):
@@ -187,7 +188,7 @@ def _rows(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
         without = {name: rows for name, rows in asked.items() if name != table.name}
         own = data_shape(spec.data.model_copy(update={part: without})) if part == "rows" else None
         least = 1 if own is None else next(each.rows for each in own.tables if each.name == table.name)
-        one_less = _set(spec, tried, path, lambda rows, name=table.name, all_=asked: {**all_, name: rows})  # type: ignore[misc]
+        one_less = _set(spec, tried, path, lambda rows, name=table.name, all_=asked: {**all_, name: rows})
         found = _largest(max(least, 1), table.rows - 1, one_less)
         if found is not None:
             said = f"{path}.{table.name}: {found:,} rows at most, instead of {table.rows:,}"

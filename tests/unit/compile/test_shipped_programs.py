@@ -52,7 +52,7 @@ class Here:
             batch = {"x": torch.randn(size, 4, generator=generator), "y": torch.randn(size, generator=generator)}
             losses.append(float(self.compiler(batch)["loss"]))
         self.compiler.pull()
-        return losses + [float(each.sum()) for each in self.model.parameters()]
+        return losses + [float(each.detach().sum()) for each in self.model.parameters()]
 
 
 def ship(directory: Path, *, size: int = 6, devices: Any = None, change: Any = lambda key: key,

@@ -288,6 +288,7 @@ def test_a_job_without_output_has_an_empty_log(live, tmp_path: Path) -> None:
 def test_a_plan_tells_what_a_job_would_become_and_stores_nothing(live) -> None:
     spec = {
         "name": "a",
+        "data": {"batch_size": 256},
         "accelerator": {"kind": "tpu", "generation": "v5p", "topology": "4x4x8"},
         "kubernetes": {"image": "registry.example.com/worker:1"},
     }
@@ -295,7 +296,28 @@ def test_a_plan_tells_what_a_job_would_become_and_stores_nothing(live) -> None:
     assert (plan["numbers"]["pods"], plan["numbers"]["devices"]) == (32, 128)
     assert plan["objects"][-1]["kind"] == "JobSet"
     assert any("digest" in warning for warning in plan["warnings"])
+    looked = plan["preflight"]
+    assert looked["fits"] is True
+    assert looked["hbm"] == sum(part["bytes"] for part in looked["parts"]) <= looked["limit"]
+    assert looked["step"]["seconds"] > 0
     assert live.http.get("/v1/jobs").json()["items"] == []
+
+
+def test_a_job_that_cannot_fit_is_not_planned_and_the_nearest_change_is_named(shared) -> None:
+    spec = {
+        "name": "a",
+        "data": {"dataset": "synthetic", "batch_size": 130, "rows": {"item_id": 2**31 - 1}},
+        "model": {"embedding_dim": 512},
+        "accelerator": {"kind": "tpu", "generation": "v5p", "topology": "4x4x4"},
+        "kubernetes": {"image": "w:1"},
+    }
+    answer = shared.http.post("/v1/jobs:plan", json={**spec, "optimizers": {"sparse": {"kind": "adam"}}})
+    assert answer.status_code == 422
+    assert "batch of 130 does not divide over the 64 devices of v5p:4x4x4" in answer.json()["detail"]
+    assert "data.batch_size" in [each["field"] for each in answer.json()["faults"]]
+    let_go = shared.http.post("/v1/jobs:plan", json={**spec, "debug": {"preflight": "warn"}}).json()
+    assert let_go["preflight"]["fits"] is False
+    assert any(warning.startswith("preflight: ") for warning in let_go["warnings"])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.topology import GPUS, TPUS
 
-
 ADAM: Any = {"optimizers": {"sparse": {"kind": "adam"}}}
 
 
@@ -67,7 +66,7 @@ def test_a_job_that_cannot_run_is_refused_with_the_number_that_broke(spec: JobSp
 
 @pytest.mark.parametrize("spec", [
     job(batch=1001), job(rows=2**29, **ADAM), job(batch=65536, compile={"strategies": []}),
-    job(rows=2**27, **ADAM),
+    job({"kind": "gpu", "model": "l4", "count": 8}, rows=2**27, **ADAM),
     job({"kind": "gpu", "model": "a100", "count": 8}, batch=16384),
     job({"kind": "tpu", "generation": "v6e", "topology": "2x4", "chips_per_host": 8}, rows=2**29, **ADAM),
 ])  # fmt: skip
