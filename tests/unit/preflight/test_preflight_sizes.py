@@ -160,4 +160,4 @@ def test_a_users_own_files_have_the_rows_that_the_spec_says_and_others_are_named
 
 
 def test_the_default_strategies_are_the_compilers() -> None:
-    assert NAMED_STRATEGIES == tuple(each.name for each in DEFAULT_STRATEGIES)
+    assert tuple(each.name for each in DEFAULT_STRATEGIES) == NAMED_STRATEGIES
