@@ -102,37 +102,18 @@ def compile_ahead(
     size = batch_size or _common_size(leaves)
     check_divides(size, target)
     mesh = Mesh.of_slice(target.devices)
-    compiler = StepCompiler(
-        train_step,
-        model,
-        optimizer,
-        backend="xla",
-        mesh=mesh,
-        batch_dims=batch_dims,
-        strategies=strategies,
-        ahead=True,
-    )
+    options: dict[str, Any] = {"mesh": mesh, "batch_dims": batch_dims, "strategies": strategies, "ahead": True}
+    compiler = StepCompiler(train_step, model, optimizer, backend="xla", **options)
     started = time.perf_counter()
-    state = compiler.state
-    captured = capture(
-        train_step,
-        state,
-        optimizer,
-        example_batch,
-        xla.decompositions(),
-        backend="xla",
-        strategies=resolve(strategies),
-    )
+    state, ops = compiler.state, xla.decompositions()
+    captured = capture(train_step, state, optimizer, example_batch, ops, backend="xla", strategies=resolve(strategies))
     capture_seconds = time.perf_counter() - started
     placed = place_state(captured, mesh)
-    dims = batch_dims or {}
+    dims = {name: batch_dimension(leaf, size) for name, leaf in zip(names, leaves, strict=True)}
     cuts = Cuts(
         state=tuple(map(split_dimension, placed.specs)),
         extra=placed.extra,
-        batch=tuple(
-            dims.get(name) if batch_dims is not None else batch_dimension(leaf, size)
-            for name, leaf in zip(names, leaves, strict=True)
-        ),
+        batch=tuple((dims if batch_dims is None else batch_dims).get(name) for name in names),
     )
     program = tpu.compile_for(captured, cuts, target, effort)
     key = slice_key(compiler.key(example_batch, sizes=sizes), target.name)
@@ -148,16 +129,11 @@ def compile_ahead(
         passes=tuple(captured.changed.items()),
         **program.found,
     )
-    kept = None
     if keep is not None:
-        kept = Shipped(keep, target.name).put(
-            key,
-            Kept.of(captured, compiler.reached),
-            tpu.written(program.executable, captured, placed, cuts, mesh),
-            devices=program.devices,
-            report=report.as_json(),
-        )
-    report = dataclasses.replace(report, kept=None if kept is None else str(kept))
+        parts = tpu.written(program.executable, captured, placed, cuts, mesh)
+        kept = Kept.of(captured, compiler.reached)
+        file = Shipped(keep, target.name).put(key, kept, parts, devices=program.devices, report=report.as_json())
+        report = dataclasses.replace(report, kept=None if file is None else str(file))
     return Ahead(program.executable, report, captured)
 
 
