@@ -22,7 +22,7 @@ from twinstep.preflight.tokens import SPARSE_ROWS_PER_ID, batch_ids
 from twinstep.preflight.words import gib
 from twinstep.spec.job import JobSpec
 from twinstep.spec.sparsecore import GENERATIONS
-from twinstep.spec.sparsecore_memory import FACTS, DeviceBytes, StackShape, device_bytes
+from twinstep.spec.sparsecore_memory import FACTS, DeviceBytes, Generation, StackShape, device_bytes
 
 FLOAT = 4
 
@@ -126,23 +126,23 @@ def _sparsecore(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], w
         state=tuple(state),
         words=f"sparsecore: shares of {FACTS[generation].per_device * where.devices} SparseCores, padded",
         parts=parts,
-        refused=_tile(spec, taken, where),
+        refused=_tile(taken, where),
     )
 
 
-def _stack(generation: str, stack: StackShape) -> tuple[int, int]:
-    taken = device_bytes(generation, [stack])  # type: ignore[arg-type]
+def _stack(generation: Generation, stack: StackShape) -> tuple[int, int]:
+    taken = device_bytes(generation, [stack])
     return taken.forward, taken.backward
 
 
-def _tile(spec: JobSpec, taken: DeviceBytes, where: Where) -> tuple[Problem, ...]:
+def _tile(taken: DeviceBytes, where: Where) -> tuple[Problem, ...]:
     """Return the problem of a tile that does not hold what one stack asks of it."""
     limit = taken.tile_limit
     if limit is None or taken.tile <= limit:
         return ()
     return (
         Problem(
-            "embedding.limits" if spec.embedding.engine == "sparsecore" else "embedding.engine",
+            "embedding.limits",
             f"one table asks {gib(taken.tile)} of each tile of a SparseCore of {where.name} at its limits, "
             f"which has {gib(limit)}",
             gib(taken.tile),
@@ -153,7 +153,7 @@ def _tile(spec: JobSpec, taken: DeviceBytes, where: Where) -> tuple[Problem, ...
 
 def stack_shapes(spec: JobSpec, shape: DataShape, where: Where) -> list[StackShape]:
     """Return each table as a stack of its own: what stacking adds is little, and never less than this."""
-    generation = getattr(spec.accelerator, "generation", "v5p")
+    generation: Generation = getattr(spec.accelerator, "generation", "v5p")
     cores = FACTS[generation].per_device * where.devices
     ids, slots = batch_ids(spec, shape), slots_of(spec.optimizers.sparse)[0]
     slots = 1 if spec.optimizers.sparse.kind == "rowwise_adagrad" else slots

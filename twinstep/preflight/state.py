@@ -130,7 +130,11 @@ def _local(each: Placed, cut: int | None, extra: int, devices: int, *, tiled: bo
     return tiled_bytes(tuple(sizes), each.itemsize) if tiled else prod(sizes) * each.itemsize
 
 
-def batch_shapes(spec: JobSpec, shape: DataShape) -> list[tuple[tuple[int, ...], int, int | None]]:
+Leaf = tuple[tuple[int, ...], int, int | None]
+"""Shape, bytes of an element and batch dimension of a batch's leaf."""
+
+
+def batch_shapes(spec: JobSpec, shape: DataShape) -> list[Leaf]:
     """Return shape, bytes of an element and batch dimension of each leaf of the global batch."""
     data, tasks = spec.data, shape.tasks
     rows = data.batch_size
@@ -141,7 +145,11 @@ def batch_shapes(spec: JobSpec, shape: DataShape) -> list[tuple[tuple[int, ...],
             ((tasks, rows, 1), 4, 1), ((tasks, rows, 1), 4, 1),
         ]  # fmt: skip
     features, tokens, wide = len(shape.item_features), data.uih_tokens, data.num_candidates
-    whole = [((features, tokens), 8, 1), ((rows, data.uih_len), 8, 0), ((rows, len(shape.contextual)), 8, 0)]
+    whole: list[Leaf] = [
+        ((features, tokens), 8, 1),
+        ((rows, data.uih_len), 8, 0),
+        ((rows, len(shape.contextual)), 8, 0),
+    ]
     whole += [((tokens,), 8, 0)] * 3 + [((rows,), 8, 0)] * 3 + [((rows, wide), 8, 0), ((features, rows, wide), 8, 1)]
     return [*whole, ((tasks, rows, wide), 4, 1), ((tasks, rows, wide), 4, 1), ((), 4, None)]
 
