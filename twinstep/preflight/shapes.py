@@ -61,7 +61,7 @@ class DataShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Published:
-    """A published dataset of histories. Rows of tables by name; a negative number: at most so many."""
+    """A published dataset of histories. Rows of tables by name; a negative number: at most so many; 0: not known."""
 
     contextual: Mapping[str, int]
     item_features: Mapping[str, int]
@@ -97,6 +97,9 @@ PUBLISHED: Mapping[str, _Published] = {
         tasks=_SIGNALS,
         regressions=("watch_time",),
         action_bits=len(_SIGNALS),
+    ),
+    "streaming": _Published(
+        contextual={"user_id": 0}, item_features={"item_id": 0, "item_category_id": 0}, tasks=("rating",),
     ),
 }  # fmt: skip
 """Sources: the README of each set (files.grouplens.org/datasets/movielens) and github.com/chongminggao/KuaiRand."""

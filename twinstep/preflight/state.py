@@ -22,6 +22,10 @@ QUIET = ("sgd", "adagrad", "rowwise_adagrad")
 has no gradient of its own size (`worker/compile/passes/quiet.py` proves it of the graph)."""
 
 
+LOOKED_UP = ("_position_embeddings_weight", "_timestamp_embeddings_weight")
+"""Parameters that a step looks rows up in, which the rules of placement take for tables."""
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """One tensor on one device."""
@@ -56,7 +60,8 @@ def placed(spec: JobSpec, found: tuple[Parameter, ...]) -> list[Placed]:
     quiet = is_quiet(spec)
     made = [
         Placed(
-            name=each.name, role=each.role, shape=each.shape, itemsize=each.itemsize,
+            name=each.name, role="table" if each.name.endswith(LOOKED_UP) else each.role, shape=each.shape,
+            itemsize=each.itemsize,
             by_rows=quiet and each.role == "table",
         )
         for each in found
@@ -90,12 +95,12 @@ def held(spec: JobSpec, found: tuple[Parameter, ...], place_: Where) -> tuple[He
     inputs = placed(spec, found)
     least = SLICE_SHARD_BYTES if place_.kind == "tpu" else SHARD_BYTES
     where = _placement(inputs, place_.devices, least, splits=spec.compile.backend == "xla")
-    tables = {each.name for each in found if each.role == "table"}
+    roles = {each.name: each.role for each in found}
     tiled = place_.kind == "tpu"
     return tuple(
         Held(
             each.name,
-            "table optimizer" if each.of in tables else each.role,
+            "table optimizer" if roles.get(each.of) == "table" else roles.get(each.name, "optimizer"),
             each.bytes,
             _local(each, cut, extra, place_.devices, tiled=tiled),
             cut is not None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from twinstep.preflight.chips import where
 from twinstep.preflight.parameters import parameters
 from twinstep.preflight.shapes import data_shape
 from twinstep.preflight.state import batch_bytes, batch_shapes, held
-from twinstep.spec.job import JobSpec
+from twinstep.spec.job import DATASETS_OF_FILES, DATASETS_OF_ROWS, DataSpec, JobSpec
 from twinstep.worker.compile.strategies import DEFAULT_STRATEGIES
 from twinstep.worker.data.batch import BATCH_DIMS, meta_batch
 from twinstep.worker.data.datasets import load_dataset
@@ -161,3 +161,11 @@ def test_a_users_own_files_have_the_rows_that_the_spec_says_and_others_are_named
 
 def test_the_default_strategies_are_the_compilers() -> None:
     assert tuple(each.name for each in DEFAULT_STRATEGIES) == NAMED_STRATEGIES
+
+
+def test_every_dataset_that_a_spec_may_name_has_a_shape() -> None:
+    for name in get_args(DataSpec.model_fields["dataset"].annotation):
+        path = "/data/x" if name in DATASETS_OF_FILES else None
+        shape = data_shape(DataSpec.model_validate({"dataset": name, "path": path}))
+        assert shape.tables, name
+        assert bool(shape.bags) == (name in DATASETS_OF_ROWS)
