@@ -118,6 +118,12 @@ EVENTS = (
         "`step`, `why`",
     ),
     (
+        "limits_changed",
+        "worker",
+        "Limits of SparseCores' partitions follow what batches asked for; the step is compiled again.",
+        "`step`, `stack`, `max_ids`, `max_unique`",
+    ),
+    (
         "evaluated",
         "worker",
         "Held-out data was scored.",
@@ -184,6 +190,9 @@ METRICS = (
     ("chip_hours", "chips, or devices of a CPU, × hours of wall time so far"),
     ("real_tokens", "UIH tokens of the batch that hold an event"),
     ("dummy_tokens", "UIH tokens of the batch that are padding"),
+    ("ids_dropped", "ids that limits of SparseCores cost the batch (embedding.overflow: drop)"),
+    ("ids_out_of_range", "ids of the batch that named no row, and were dropped or wrapped"),
+    ("sample_blocks", "blocks of samples that SparseCores took the batch in; over 1: it was over its limits"),
     ("events_cut", "events left out of the batch because its token budget was full"),
     ("eval/auc", "held-out area under the ROC curve of the first binary task; null where only one class was seen"),
     ("eval/ne", "held-out normalised entropy: log loss over that of always predicting the held-out positive rate"),

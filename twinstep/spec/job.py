@@ -14,8 +14,9 @@ from pydantic_core import PydanticCustomError
 from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
 from twinstep.spec.base import INT32_MAX, Count, FieldName, Number, Spec
 from twinstep.spec.columns import ColumnsSpec
+from twinstep.spec.embedding import EmbeddingSpec
 from twinstep.spec.model import DLRMv3Spec, Model
-from twinstep.spec.sparsecore import GENERATIONS, SparseCoreFlags
+from twinstep.spec.sparsecore import GENERATIONS
 from twinstep.spec.synthetic import SyntheticSpec
 
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
@@ -271,18 +272,6 @@ BACKENDS = {"cpu": ("inductor", "xla", "eager"), "gpu": ("inductor", "eager"), "
 """Backends that can run on a kind of accelerator, the usual one first."""
 
 
-class EmbeddingSpec(Spec):
-    """How tables are kept."""
-
-    engine: Literal["dense", "ring"] = "dense"
-    """`dense`: tables looked up by gather, large ones split by rows; `ring`: every table split by rows, ids and rows
-    passed around a ring of devices."""
-    init_std: Annotated[Number, Field(gt=0)] = 0.05
-    """Standard deviation of the normal that tables start from."""
-    sparsecore: SparseCoreFlags | None = None
-    """Switches of a TPU's SparseCores, put into the environment of its pods; null: libtpu's own defaults."""
-
-
 class TrainSpec(Spec):
     """How long to train, and what to look at meanwhile."""
 
@@ -445,6 +434,27 @@ class JobSpec(Spec):
                     "nearest": None,
                 },
             )
+        return value
+
+    @field_validator("embedding")
+    @classmethod
+    def _engine_fits(cls, value: EmbeddingSpec, info: ValidationInfo) -> EmbeddingSpec:
+        if value.engine != "sparsecore" or not {"accelerator", "compile", "optimizers"} <= set(info.data):
+            return value
+        sparse, accelerator = info.data["optimizers"].sparse, info.data["accelerator"]
+        problem, allowed = None, ""
+        if info.data["compile"].backend != "xla":
+            problem, allowed = f"does not run on the {info.data['compile'].backend} backend", "compile.backend: xla"
+        elif sparse.kind == "adamw":
+            problem, allowed = "has no adamw for tables", "optimizers.sparse.kind: adam, adagrad, rowwise_adagrad, sgd"
+        elif sparse.momentum:
+            problem, allowed = "has no momentum of sgd for tables", "optimizers.sparse.momentum: 0"
+        elif accelerator.kind == "tpu" and accelerator.generation not in GENERATIONS:
+            problem = f"has no SparseCores on a {accelerator.generation}"
+            allowed = f"a TPU of generation {', '.join(GENERATIONS)}"
+        if problem is not None:
+            said = {"part": "engine", "problem": problem, "allowed": f"dense, or {allowed}", "nearest": "dense"}
+            raise PydanticCustomError("between_fields", "sparsecore {problem}", said)
         return value
 
     @field_validator("compile")

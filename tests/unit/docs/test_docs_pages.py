@@ -98,7 +98,7 @@ def test_the_rules_between_fields_are_the_codes(spec: dict[str, object]) -> None
 def test_the_table_of_events_names_those_that_the_code_writes(generate: ModuleType) -> None:
     written = {name for kind in (CompileEvent, CompileWarning) for name in get_args(get_type_hints(kind)["name"])}
     for path in (ROOT / "twinstep/worker").rglob("*.py"):
-        written |= set(re.findall(r'\.event\(\s*"(\w+)"', path.read_text()))
+        written |= set(re.findall(r'\.(?:event|_tell|tell)\(\s*"(\w+)"', path.read_text()))
     for path in (ROOT / "twinstep/platform/store").glob("*.py"):
         written |= set(re.findall(r'(?:\bname=|"name": )"(\w+)"', path.read_text()))
     written.discard("submits")  # the name of a thread
@@ -116,6 +116,8 @@ def test_the_table_of_metrics_names_those_that_the_loop_reports(generate: Module
     loop = (ROOT / "twinstep/worker/train/loop.py").read_text()
     told = loop[loop.index("def _tell") : loop.index("def _evaluate")]
     told += (ROOT / "twinstep/worker/data/meter.py").read_text()
+    engine = (ROOT / "twinstep/worker/train/sparsecore.py").read_text()
+    told += engine[engine.index("def _note") : engine.index("def batch_of")]
     listed = {row[0] for row in generate.METRICS}
     assert {name for name in listed if "/" not in name} == set(re.findall(r'^\s+"(\w+)":', told, re.MULTILINE))
     scores = Scores(tasks={"first": BinaryMetrics().compute(), "TASK": RegressionMetrics().compute()})

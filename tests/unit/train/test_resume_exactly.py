@@ -86,7 +86,7 @@ class Run:
         self.state: dict[str, Tensor] = {
             path: tensor.clone()
             for path, tensor in run_tensors(
-                self.trainer.spec, self.trainer._model, self.trainer._optimizers, self.trainer._compiler
+                self.trainer.spec, self.trainer._model, self.trainer._optimizers, self.trainer._stepper
             ).items()
         }
 
@@ -332,7 +332,7 @@ def test_the_step_that_spoiled_the_state_is_the_one_left_out(monkeypatch: pytest
         return step
 
     monkeypatch.setattr(Loader, "train_batch", noted)
-    monkeypatch.setattr("twinstep.worker.train.loop.make_train_step", made)
+    monkeypatch.setattr("twinstep.worker.train.engines.make_train_step", made)
     longer = Run(spec_of(on_nan="skip", steps=9, eval_every=0))
     assert longer.notes.of("batch_skipped") == ["the loss of step 6 is nan: the batch of step 5 is left out"]
     assert set(longer.notes.losses) == set(range(1, 10)), "the one that showed it is done again"
@@ -355,7 +355,7 @@ def test_a_spike_is_dropped_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return step
 
-    monkeypatch.setattr("twinstep.worker.train.loop.make_train_step", made)
+    monkeypatch.setattr("twinstep.worker.train.engines.make_train_step", made)
     run = Run(spec_of(on_nan="skip", loss_spike=20.0, steps=32, eval_every=0))
     (said,) = run.notes.of("batch_skipped")
     assert "more than 20 × the median" in said

@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from twinstep.spec.placement import Mesh, Placement, Spec, place
 from twinstep.spec.slices import Slice, parse_slice
 from twinstep.worker.compile.annotate import Inputs, Spread
 from twinstep.worker.compile.aot_report import AotReport, Cuts, Effort
+from twinstep.worker.compile.around import Around
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.kept import Kept
 from twinstep.worker.compile.shipped import Shipped, slice_key
@@ -71,6 +72,7 @@ def compile_ahead(
     sizes: Mapping[str, int] | None = None,
     effort: Effort = "full",
     keep: Path | None = None,
+    around: Callable[[Any], Around] | None = None,
 ) -> Ahead:
     """Compile a whole training step for every device of a TPU slice.
 
@@ -85,6 +87,7 @@ def compile_ahead(
         batch_dims: position of the batch dimension by batch leaf; None: the first whose size is a multiple of B.
         sizes: named sizes of the batch, as for `StepCompiler`.
         keep: directory of the compile cache that the program is kept in, for a run on such a slice.
+        around: makes an embedding engine's work around the step, over the slice's mesh; its arrays are shapes.
 
     Raises:
         SpecError: there is no such slice.
@@ -103,8 +106,9 @@ def compile_ahead(
     check_divides(size, target)
     mesh = Mesh.of_slice(target.devices)
     options: dict[str, Any] = {"mesh": mesh, "batch_dims": batch_dims, "strategies": strategies, "ahead": True}
-    compiler = StepCompiler(train_step, model, optimizer, backend="xla", **options)
-    started = time.perf_counter()
+    chips = tpu.slice_mesh(target)
+    options["around"] = engine = around and around(chips)
+    compiler, started = StepCompiler(train_step, model, optimizer, backend="xla", **options), time.perf_counter()
     state, ops = compiler.state, xla.decompositions()
     captured = capture(train_step, state, optimizer, example_batch, ops, backend="xla", strategies=resolve(strategies))
     capture_seconds = time.perf_counter() - started
@@ -115,7 +119,7 @@ def compile_ahead(
         extra=placed.extra,
         batch=tuple((dims if batch_dims is None else batch_dims).get(name) for name in names),
     )
-    program = tpu.compile_for(captured, cuts, target, effort)
+    program = tpu.compile_for(captured, cuts, target, effort, mesh=chips, around=engine)
     key = slice_key(compiler.key(example_batch, sizes=sizes), target.name)
     report = AotReport(
         topology=target.name,

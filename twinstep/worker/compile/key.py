@@ -46,6 +46,8 @@ class CompileKey:
     """Plain attributes of every module, which its forward may read: `training`, a dropout's `p`, a norm's `eps`."""
     ambient: tuple[tuple[str, str], ...]
     """What surrounds the step: autocast, the default dtype, how exact and how repeatable products must be."""
+    around: tuple[tuple[str, str], ...]
+    """What an embedding engine does beside the captured step: its stacks, their limits, the pipeline."""
     backend: str
     strategies: tuple[str, ...]
     """What the compiler was asked for, settings included."""
@@ -91,7 +93,7 @@ def changes(before: CompileKey, now: CompileKey) -> tuple[tuple[str, str], ...]:
 
 
 def _difference(field: str, old: Any, new: Any) -> str:
-    if field in ("sizes", "mesh", "versions", "modules", "ambient"):
+    if field in ("sizes", "mesh", "versions", "modules", "ambient", "around"):
         was, is_now = dict(old), dict(new)
         changed = [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]
         shown = [f"{name} {was.get(name, 'none')} → {is_now.get(name, 'none')}" for name in changed[:3]]

@@ -14,6 +14,7 @@ from torch import nn
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.annotate import Spread
+from twinstep.worker.compile.around import Around
 from twinstep.worker.compile.inputs import check_pieces
 from twinstep.worker.compile.program import Backend
 from twinstep.worker.compile.state import Optimizers, TrainState, as_mapping
@@ -41,6 +42,7 @@ class Lifted:
         spread: Spread,
         values: bool = True,
         gradients: frozenset[str] | None = None,
+        around: Around | None = None,
     ) -> Lifted:
         """Lift the state, for a backend by name; without `values` it may be on the meta device, and nothing can run.
 
@@ -58,7 +60,8 @@ class Lifted:
         if name == "inductor":
             return cls(state, InductorBackend(state, cache_dir=cache_dir and cache_dir / "inductor", in_place=in_place))
         place = cache_dir and cache_dir / "xla"
-        backend = XlaBackend(state, cache_dir=place, in_place=in_place, spread=spread if values else None)
+        where = spread if values else None
+        backend = XlaBackend(state, cache_dir=place, in_place=in_place, spread=where, around=around)
         backend.take_up()
         return cls(state, backend)
 

@@ -87,7 +87,9 @@ class Runner(Inspectable):
         self._batch_info = tuple((shape, getattr(torch, dtype)) for _, shape, dtype in key.batch)
         self._standing = standing(lifted.state, model)
         self._device = device_of(lifted.state.live())
-        self.check_finite = False  # set by who made this
+        self.check_finite = False  # set by who made this, as is the next
+        self.given = 0
+        """Leaves at the end of the batch that stand for what the program makes itself: their values are never read."""
 
     @property
     def captured(self) -> Captured:
@@ -120,9 +122,9 @@ class Runner(Inspectable):
         """Become the Runner for the gradients there are, where this one is for none (or for some); it is compiled."""
         there = self._kept.from_none and self._lifted.state.holds_gradients()
         if there or _absent(self._lifted) != self._absent:
-            finite = self.check_finite
+            finite, given = self.check_finite, self.given
             vars(self).update(vars(self._with_gradients(batch)))
-            self.check_finite = finite
+            self.check_finite, self.given = finite, given
 
     def _check_standing(self) -> None:
         now = standing(self._lifted.state, self._model)
@@ -160,7 +162,8 @@ class Runner(Inspectable):
             self._refuse(batch)
         if self.check_finite:
             check_finite(batch)
-        leaves = [leaf.detach().contiguous() for leaf in leaves]  # programs are made for one layout of memory
+        # Programs are made for one layout of memory.
+        leaves = [leaf.detach().contiguous() for leaf in leaves[: len(leaves) - self.given]]
         paths = [path for path, _, _ in self.key.batch]
         if self._lifted.backend.wraps_indices:
             for lookup in self._kept.lookups:

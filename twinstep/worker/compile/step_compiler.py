@@ -22,6 +22,7 @@ from twinstep.spec.errors import CompileError
 from twinstep.spec.placement import Mesh
 from twinstep.worker.compile.accumulation import GradientsMatter
 from twinstep.worker.compile.annotate import Spread
+from twinstep.worker.compile.around import Around, KeyPart
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
 from twinstep.worker.compile.inputs import check_backend, check_devices, check_finite, device_of
@@ -67,6 +68,7 @@ class StepCompiler:
         ahead: nothing will run here, so that the model may be on the meta device.
         shipped: programs that were compiled ahead for the devices of here; one that fits is taken, else a warning says
             why not, and the step is compiled.
+        around: what an embedding engine does within the program; with the xla backend.
         check_finite: refuse a batch that holds NaN or an infinity (DataError, which names the leaf), at the cost of
             reading all its numbers before each step.
         cache_max_bytes: what programs on disk may take together.
@@ -92,6 +94,7 @@ class StepCompiler:
         in_place: bool = True,
         ahead: bool = False,
         shipped: Shipped | None = None,
+        around: Around | None = None,
         check_finite: bool = False,
         cache_max_bytes: int = MAX_BYTES,
         on_start: Callable[[str], None] | None = None,
@@ -101,9 +104,8 @@ class StepCompiler:
         storm: tuple[int, int] = (MAX_COMPILES, WINDOW),
     ) -> None:
         check_backend(backend, get_args(BackendName))
-        self._step = train_step
-        self._model = model
-        self._optimizer = optimizer
+        _check_around(around, backend)
+        self._step, self._model, self._optimizer = train_step, model, optimizer
         self._strategies = resolve(strategies)
         self._spread = Spread(mesh=None if mesh is None else Mesh.of(mesh), batch_dims=batch_dims)
         self._devices = devices if self._spread.mesh is None else self._spread.mesh.size
@@ -114,13 +116,12 @@ class StepCompiler:
                 f"the {backend} backend takes no mesh",
                 remedy="use the xla backend, or Communication() over a process group, one process a device",
             )
+        self._around = around
         self._on_start = on_start
-        self._on_event = on_event
-        self._on_warning = on_warning
+        self._on_event, self._on_warning = on_event, on_warning
         self._max_runners = max_runners
         self._cache_dir = Path(cache_dir) if cache_dir is not None and in_place else None
-        self._in_place = in_place
-        self._ahead = ahead
+        self._in_place, self._ahead = in_place, ahead
         self._shipped = shipped if backend == "xla" else None
         self._check_finite = check_finite
         self._store = self._open_store(cache_max_bytes)
@@ -160,7 +161,7 @@ class StepCompiler:
         """
         self._storm.step()
         leaves, spec = take_apart(batch)
-        look = (named_sizes(sizes), batch_info(leaves))
+        look = (named_sizes(sizes), batch_info(leaves), self._around_key)
         if self._stamp is not None and self._stamp.fresh():
             runner = self._known.get(look)
             if runner is not None and runner.batch_spec == spec:
@@ -198,6 +199,7 @@ class StepCompiler:
         again = self._capture_like(batch, lifted)
         runner = Runner(made, lifted, self._model, key, spec, again, self._with_gradients, self._spread, seconds)
         runner.check_finite = self._check_finite
+        runner.given = 0 if self._around is None else self._around.given
         event = CompileEvent(
             name="compiled" if self._last is None else "recompiled",
             reason=why,
@@ -327,12 +329,17 @@ class StepCompiler:
             **standing(state, self._model),
             batch=tuple(tensor_info(path, leaf) for path, leaf in zip(paths, leaves, strict=True)),
             structure=str(spec),
+            around=self._around_key,
             backend=self.backend_name,
             strategies=tuple(sorted(repr(each) for each in self._strategies.values())),
             step=self._reach.digest,
             threads=cpu_threads(),
             versions=self._versions,
         )
+
+    @property
+    def _around_key(self) -> KeyPart:
+        return () if self._around is None else self._around.key
 
     def pull(self) -> None:
         """Bring the live model and optimizers up to date; with backends that work in place, nothing is to do."""
@@ -394,6 +401,7 @@ class StepCompiler:
             spread=self._spread,
             values=not self._ahead,
             gradients=self._gradients,
+            around=self._around,
         )
 
     @property
@@ -431,6 +439,11 @@ class StepCompiler:
     def _cache_unusable(self, problem: str) -> None:
         if self._on_warning:
             self._on_warning(CompileWarning(name="cache_unusable", text=f"{problem}; steps are compiled without it"))
+
+
+def _check_around(around: Around | None, backend: str) -> None:
+    if around is not None and backend != "xla":
+        raise CompileError(f"no engine works within a step of the {backend} backend", remedy="set compile.backend: xla")
 
 
 _GRADIENTS = "gradients"

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import TracebackType
@@ -44,18 +44,32 @@ ROOT = Path(__file__).parents[3]
 
 
 @contextlib.contextmanager
-def packed_ahead(loader: Loader, spec: DataSpec, start: int) -> Iterator[Prefetch[tuple[AnyBatch, BatchStats]]]:
+def packed_ahead(
+    loader: Loader,
+    spec: DataSpec,
+    start: int,
+    prepared: Callable[[Iterator[tuple[AnyBatch, BatchStats]]], Iterator[tuple[Any, BatchStats]]] = lambda it: it,
+) -> Iterator[Prefetch[tuple[Any, BatchStats]]]:
     """Give training batches from number `start` on, packed ahead as a spec asks: in a thread, or in processes.
+
+    Args:
+        loader: whose.
+        spec: how many processes, and how far ahead.
+        start: number of the first.
+        prepared: what becomes of them in the thread that is ahead.
 
     Raises:
         UnavailableError: the processes cannot be started.
     """
     if not spec.loader_workers:
-        with Prefetch(loader.train_batches(start), depth=spec.prefetch) as batches:
+        with Prefetch(prepared(loader.train_batches(start)), depth=spec.prefetch) as batches:
             yield batches
         return
     packers = Packers(loader, spec.loader_workers)
-    with Prefetch(packers.batches(start), depth=spec.prefetch) as batches, packers:  # ended first: none is waited for
+    with (
+        Prefetch(prepared(packers.batches(start)), depth=spec.prefetch) as batches,
+        packers,
+    ):  # ended first: none is waited for
         yield batches
 
 

@@ -6,11 +6,24 @@ table. Ids are trusted: `data/` checked their range on the host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Rows that one feature of a batch asks a table for."""
+
+    table: str
+    ids: Tensor
+    """[samples] int64, or [samples, slots]: a bag, whose rows are summed."""
+    valid: Tensor
+    """As `ids`, bool: whether there is an id."""
 
 
 class EmbeddingTable(nn.Module):
@@ -45,3 +58,61 @@ class EmbeddingCollection(nn.Module):
         """
         rows: Tensor = self.embeddings[table](torch.where(valid, ids, 0))
         return torch.where(valid.unsqueeze(-1), rows, 0.0)
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The tables by name, [rows, dim] each."""
+        return {name: table.weight for name, table in self.embeddings.items() if isinstance(table, EmbeddingTable)}
+
+    def bags(self, lookups: Sequence[Lookup]) -> list[Tensor]:
+        """Return the sums of bags of one table, [samples, dim] each; all of them are one lookup."""
+        rows_BSE = self(
+            lookups[0].table,
+            torch.cat([each.ids for each in lookups], dim=1),
+            torch.cat([each.valid for each in lookups], dim=1),
+        )
+        return [part.sum(dim=1) for part in torch.split(rows_BSE, [each.ids.shape[1] for each in lookups], dim=1)]
+
+
+class GivenCollection(nn.Module):
+    """Stands where a collection stood, for a step whose rows were looked up before it: holds no table, takes no id.
+
+    Lookups are answered in the order in which the model asks, which is the order of its `lookups`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left: list[Tensor] = []
+
+    def give(self, activations: Sequence[Tensor]) -> None:
+        """Set what the lookups of one step will be answered with, [samples, dim] each."""
+        self._left = list(activations)
+
+    def forward(self, table: str, ids: Tensor, valid: Tensor) -> Tensor:
+        """Answer a lookup of single rows."""
+        rows = self._left.pop(0)
+        return rows.reshape(*ids.shape, rows.shape[1])
+
+    def bags(self, lookups: Sequence[Lookup]) -> list[Tensor]:
+        """Answer lookups of bags."""
+        return [self._left.pop(0) for _ in lookups]
+
+
+def without_tables(model: nn.Module) -> tuple[nn.Module, GivenCollection]:
+    """Return a model over the same parameters but the tables', and the collection that answers for them.
+
+    The live model keeps its tables. Modules above the collection are shallow copies; all others are the very ones.
+    """
+    given = GivenCollection()
+
+    def outer(module: nn.Module) -> nn.Module:
+        if isinstance(module, EmbeddingCollection):
+            return given
+        children = {name: outer(child) for name, child in module.named_children()}
+        if all(module._modules[name] is child for name, child in children.items()):
+            return module
+        view = copy.copy(module)
+        view.__dict__["_modules"] = {**module._modules, **children}
+        return view
+
+    return outer(model), given

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from twinstep.worker.data.multi_hot import MultiHotBatch
-from twinstep.worker.embedding.collection import EmbeddingCollection
+from twinstep.worker.embedding.collection import EmbeddingCollection, Lookup
 from twinstep.worker.models.config import DLRMConfig
 from twinstep.worker.models.heads import ModelOutput, count_binary, task_losses
 from twinstep.worker.models.layers import Linear
@@ -56,23 +56,29 @@ class DLRM(nn.Module):
         )
         return ModelOutput(loss=losses_Q.sum(), task_losses=losses_Q, logits=logits_QB.reshape(batch.labels.shape))
 
-    def _bags(self, batch: MultiHotBatch) -> list[Tensor]:
-        """Return each feature's sum of rows, F tensors [B, E]; a table is looked up once, for all its features."""
+    def lookups(self, batch: MultiHotBatch) -> list[Lookup]:
+        """Return each feature's bags, table by table: what the forward asks the collection for, in that order."""
         features = self.config.features
         ids = torch.split(batch.ids, [feature.max_ids for feature in features], dim=1)
-        bags: list[Tensor | None] = [None] * len(features)
+        return [
+            Lookup(table.name, ids[f], _below(batch.lengths[:, f], features[f].max_ids))
+            for table in self.config.tables
+            for f in self._features_of(table.name)
+        ]
+
+    def _features_of(self, table: str) -> list[int]:
+        return [f for f, feature in enumerate(self.config.features) if feature.table == table]
+
+    def _bags(self, batch: MultiHotBatch) -> list[Tensor]:
+        """Return each feature's sum of rows, F tensors [B, E]; a table is looked up once, for all its features."""
+        bags: dict[int, Tensor] = {}
+        lookups = self.lookups(batch)
         for table in self.config.tables:
-            own = [f for f, feature in enumerate(features) if feature.table == table.name]
-            if not own:
-                continue
-            valid = [_below(batch.lengths[:, f], features[f].max_ids) for f in own]
-            rows_BSE = self._embedding_collection(
-                table.name, torch.cat([ids[f] for f in own], dim=1), torch.cat(valid, dim=1)
-            )
-            parts = torch.split(rows_BSE, [features[f].max_ids for f in own], dim=1)
-            for f, part in zip(own, parts, strict=True):
-                bags[f] = part.sum(dim=1)
-        return [bag for bag in bags if bag is not None]
+            own = self._features_of(table.name)
+            if own:
+                asked = [each for each in lookups if each.table == table.name]
+                bags.update(zip(own, self._embedding_collection.bags(asked), strict=True))
+        return [bags[f] for f in range(len(self.config.features))]
 
 
 def _below(lengths_B: Tensor, slots: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from twinstep.worker.data.batch import Batch
-from twinstep.worker.embedding.collection import EmbeddingCollection
+from twinstep.worker.embedding.collection import EmbeddingCollection, Lookup
 from twinstep.worker.models.config import DLRMv3Config
 from twinstep.worker.models.heads import ModelOutput, MultitaskModule
 from twinstep.worker.models.layers import dropout, mlp
@@ -119,8 +119,10 @@ class DLRMv3(nn.Module):
     def forward(self, batch: Batch) -> ModelOutput:
         """Score and grade every candidate of the batch."""
         layout = Layout.of(batch)
-        items_FNE = self._embed_items(batch, layout)
-        user_RD = self._hstu_transducer(batch, layout, items_FNE, self._embed_contextual(batch, layout))
+        items_FNE = self._look_up(self._item_lookups(batch, layout))
+        slots_CBE = self._look_up(self._contextual_lookups(batch, layout))
+        contextual_BCE = torch.stack(slots_CBE, dim=1) if slots_CBE else None
+        user_RD = self._hstu_transducer(batch, layout, items_FNE, contextual_BCE)
         item_RD = self._item_embedding_mlp(torch.cat([layout.candidates(x_NE) for x_NE in items_FNE], dim=1))
         logits_QR = self._multitask_module(user_RD, item_RD)
         losses_Q = self._multitask_module.losses(logits_QR, batch.labels.flatten(1), batch.weights.flatten(1))
@@ -130,23 +132,26 @@ class DLRMv3(nn.Module):
             logits=logits_QR.reshape(batch.labels.shape).to(torch.float32),
         )
 
-    def _embed_items(self, batch: Batch, layout: Layout) -> list[Tensor]:
-        """Look each item feature up, history and candidates in one call: F tensors [N, E]."""
+    def lookups(self, batch: Batch) -> list[Lookup]:
+        """Return what the forward asks the collection for, in that order: item features, then contextual ones."""
+        layout = Layout.of(batch)
+        return [*self._item_lookups(batch, layout), *self._contextual_lookups(batch, layout)]
+
+    def _item_lookups(self, batch: Batch, layout: Layout) -> list[Lookup]:
+        """Each item feature, history and candidates in one: [N] ids."""
         valid_N = layout.join(layout.token_valid(), layout.cand_valid().reshape(-1))
         return [
-            self._embedding_collection(
-                feature.table, layout.join(batch.uih_ids[i], batch.cand_ids[i].reshape(-1)), valid_N
-            )
+            Lookup(feature.table, layout.join(batch.uih_ids[i], batch.cand_ids[i].reshape(-1)), valid_N)
             for i, feature in enumerate(self.config.item_features)
         ]
 
-    def _embed_contextual(self, batch: Batch, layout: Layout) -> Tensor | None:
-        """Look the contextual features up, [B, C, E]; None where there are none."""
+    def _contextual_lookups(self, batch: Batch, layout: Layout) -> list[Lookup]:
+        """Each contextual feature: [B] ids."""
         length_B = layout.uih_lengths_B + layout.cand_lengths_B
-        slots = [
-            self._embedding_collection(
-                feature.table, batch.contextual_ids[:, c], length_B >= max(1, feature.min_uih_length)
-            )
+        return [
+            Lookup(feature.table, batch.contextual_ids[:, c], length_B >= max(1, feature.min_uih_length))
             for c, feature in enumerate(self.config.contextual)
         ]
-        return torch.stack(slots, dim=1) if slots else None
+
+    def _look_up(self, lookups: list[Lookup]) -> list[Tensor]:
+        return [self._embedding_collection(each.table, each.ids, each.valid) for each in lookups]

@@ -30,7 +30,9 @@ from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_meta_model
 from twinstep.worker.train.asked import sizes_of, strategies_of
 from twinstep.worker.train.environment import cache_directory
+from twinstep.worker.train.sparsecore import ahead_parts
 from twinstep.worker.train.step import make_train_step
+from twinstep.worker.train.tables import cores_of_slice
 
 TIME_LIMIT = 1800.0  # seconds; a step of many layers on a busy machine takes minutes
 _LAST_LINES = 5
@@ -145,22 +147,32 @@ def compile_here(
         DataError: the dataset, whose schema decides the tables, is missing or broken.
         CompileError: as `compile_ahead`.
     """
-    schema = load_dataset(spec.data).schema
+    dataset = load_dataset(spec.data)
+    schema = dataset.schema
     model = build_meta_model(spec, schema)
     model.train()
-    return compile_ahead(
-        make_train_step(clip_norm=spec.train.clip_norm),
-        model,
-        build_optimizers(spec.optimizers, model),
-        meta_multi_hot(schema, spec.data) if isinstance(schema, MultiHotSchema) else meta_batch(schema, spec.data),
-        topology=topology,
-        strategies=strategies_of(spec.compile, spec.embedding.engine) if strategies is None else strategies,
-        batch_size=spec.data.batch_size,
-        batch_dims=BATCH_DIMS | MULTI_HOT_DIMS,
-        sizes=sizes_of(spec),
-        effort=effort,
-        keep=keep,
-    )
+    optimizers = build_optimizers(spec.optimizers, model)
+    batch = meta_multi_hot(schema, spec.data) if isinstance(schema, MultiHotSchema) else meta_batch(schema, spec.data)
+    how: dict[str, Any] = {
+        "topology": topology,
+        "strategies": strategies_of(spec.compile, spec.embedding.engine) if strategies is None else strategies,
+        "batch_size": spec.data.batch_size,
+        "sizes": sizes_of(spec),
+        "effort": effort,
+    }
+    if spec.embedding.engine != "sparsecore":
+        return compile_ahead(
+            make_train_step(clip_norm=spec.train.clip_norm),
+            model,
+            optimizers,
+            batch,
+            batch_dims=BATCH_DIMS | MULTI_HOT_DIMS,
+            keep=keep,
+            **how,
+        )
+    parts = ahead_parts(spec, dataset, model, optimizers, batch, cores_of_slice(topology))
+    how |= {"batch_dims": parts.batch_dims, "around": parts.around}
+    return compile_ahead(parts.train_step, parts.model, parts.optimizers, parts.batch, **how)
 
 
 def main() -> None:

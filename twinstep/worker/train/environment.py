@@ -11,6 +11,7 @@ from pathlib import Path
 from twinstep.spec.accelerator import CpuSpec
 from twinstep.spec.errors import SpecError, UnavailableError
 from twinstep.spec.job import JobSpec
+from twinstep.worker.train.processes import Process
 from twinstep.worker.train.toolchain import check_compiler
 
 
@@ -105,8 +106,13 @@ def prepare_environment(spec: JobSpec) -> None:
 
 def _set_devices(spec: JobSpec) -> None:
     """Let JAX see as many devices as the spec asks for; it reads the variable when it is first imported."""
-    wanted = mesh_axes(spec)
+    wanted, count = mesh_axes(spec), Process.from_environment().count
     if wanted is None:
+        if count > 1:
+            raise SpecError(
+                f"the run has {count} processes and accelerator.devices is 1",
+                remedy=f"set accelerator.devices to a multiple of {count}",
+            )
         return
     if spec.compile.backend != "xla":
         raise SpecError(
@@ -114,7 +120,12 @@ def _set_devices(spec: JobSpec) -> None:
             remedy="compile.backend: xla, or accelerator.devices: 1",
         )
     others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_COUNT)]
-    os.environ["XLA_FLAGS"] = " ".join([*others, f"{_DEVICE_COUNT}={wanted['data']}"])
+    if wanted["data"] % count:
+        raise SpecError(
+            f"accelerator.devices is {wanted['data']}, which does not divide over the run's {count} processes",
+            remedy=f"set accelerator.devices to a multiple of {count}",
+        )
+    os.environ["XLA_FLAGS"] = " ".join([*others, f"{_DEVICE_COUNT}={wanted['data'] // count}"])
 
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -155,9 +166,9 @@ def usable_processors() -> int:
 
 
 def cache_directory(spec: JobSpec) -> Path | None:
-    """Return the directory of the compile cache, or None where the spec wants none."""
-    if not spec.compile.cache:
-        return None
+    """Return the directory of the compile cache, or None where the spec wants none, or processes are several."""
+    if not spec.compile.cache or Process.from_environment().count > 1:
+        return None  # a program of several processes is one process's part, and no other's
     if spec.compile.cache_dir is not None:
         return Path(spec.compile.cache_dir).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

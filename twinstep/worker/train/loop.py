@@ -14,31 +14,31 @@ from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import BaselineScore, RunSummary
 from twinstep.spec.words import EXIT_PREEMPTED
-from twinstep.worker.compile import CompileEvent, CompileWarning, Runner, StepCompiler
+from twinstep.worker.compile import CompileEvent, CompileWarning, Runner
 from twinstep.worker.data.badrows import varying_features
 from twinstep.worker.data.baselines import baseline_aucs
-from twinstep.worker.data.batch import BATCH_DIMS, BatchStats
+from twinstep.worker.data.batch import BatchStats
 from twinstep.worker.data.datasets import load_dataset
-from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.meter import LoaderMeter
-from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch
 from twinstep.worker.data.packers import packed_ahead
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_model
-from twinstep.worker.train.asked import sizes_of, strategies_of
-from twinstep.worker.train.environment import cache_directory, grace_seconds, mesh_axes, previous_worker
+from twinstep.worker.train.asked import sizes_of
+from twinstep.worker.train.engines import Parts, Prepared, make_stepper
+from twinstep.worker.train.environment import grace_seconds, previous_worker
 from twinstep.worker.train.evaluate import evaluate
 from twinstep.worker.train.goodput import Goodput, chips_of
 from twinstep.worker.train.guard import MOST, SPAN, LossGuard
 from twinstep.worker.train.heartbeat import Heartbeat
+from twinstep.worker.train.processes import Process, Together
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.report import Reporter
 from twinstep.worker.train.rewind import Interrupted, Rewind
 from twinstep.worker.train.saving import Saving, place_of, run_tensors
 from twinstep.worker.train.schedule import Schedule
 from twinstep.worker.train.scores import Scores, Window
+from twinstep.worker.train.shared import SharedSaving, loaded_as, make_loaders, shared_stop
 from twinstep.worker.train.speed import Speed
-from twinstep.worker.train.step import make_train_step
 from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
 from twinstep.worker.train.versions import software_versions
 
@@ -58,6 +58,7 @@ class Trainer:
     Args:
         stop: asked between steps; a run that is asked to stop ends without a summary.
         run_dir: where the captured graph goes when the spec wants it saved.
+        together: the run's processes; None: this is the only one.
 
     Raises:
         DataError: the dataset is missing or broken.
@@ -65,35 +66,43 @@ class Trainer:
     """
 
     def __init__(
-        self, spec: JobSpec, *, reporter: Reporter, view: ProgressView, stop: StopSignal, run_dir: Path | None
+        self,
+        spec: JobSpec,
+        *,
+        reporter: Reporter,
+        view: ProgressView,
+        stop: StopSignal,
+        run_dir: Path | None,
+        together: Together | None = None,
     ) -> None:
         self.spec = spec
         self.step = 0
         self._begun = time.monotonic()
         self._goodput = Goodput(chips=chips_of(spec), begun=self._begun)
-        self._reporter, self._view, self._stop, self._run_dir = reporter, view, stop, run_dir
+        self._together = together or Together(Process())
+        self._reporter, self._view, self._run_dir = reporter, view, run_dir
+        self._stop = shared_stop(stop, self._together)
         torch.manual_seed(spec.train.seed)
         self._dataset = load_dataset(spec.data)
         self._report_left_out()
-        self._loader = Loader(self._dataset, spec.data, seed=spec.train.seed)
+        self._loader, self._eval_loader = make_loaders(self._dataset, spec, self._together)
         self._meter = LoaderMeter(spec.data.loader_workers or 1)
         self._window = Window(self._dataset.schema, spec.train.window_steps)
         self._model = build_model(spec, self._dataset.schema)
         self._optimizers = build_optimizers(spec.optimizers, self._model)
         self._schedule = Schedule(spec, self._optimizers)
-        self._compiler = StepCompiler(
-            make_train_step(clip_norm=spec.train.clip_norm),
-            self._model,
-            self._optimizers,
-            backend=spec.compile.backend,
-            batch_dims=BATCH_DIMS | MULTI_HOT_DIMS,
-            mesh=mesh_axes(spec),
-            strategies=strategies_of(spec.compile, spec.embedding.engine),
-            cache_dir=cache_directory(spec),
-            check_finite=spec.debug.stop_on_nonfinite and spec.train.on_nan == "stop",
-            on_start=self._compiling,
-            on_event=self._compiled,
-            on_warning=self._warned,
+        self._stepper = make_stepper(
+            Parts(
+                spec=spec,
+                model=self._model,
+                optimizers=self._optimizers,
+                loader=self._loader,
+                on_start=self._compiling,
+                on_event=self._compiled,
+                on_warning=self._warned,
+                tell=self._event,
+                together=self._together,
+            )
         )
         self._sizes = sizes_of(spec)
         self._eval_seconds = 0.0
@@ -111,18 +120,14 @@ class Trainer:
         self._rewind = self._open_rewind()
         self._resume()
 
-    def _open_saving(self) -> Saving | None:
+    def _open_saving(self) -> Saving | SharedSaving | None:
         where = place_of(self.spec.checkpoint)
         if where is None:
             return None
-        return Saving(
-            self.spec,
-            where,
-            model=self._model,
-            optimizers=self._optimizers,
-            compiler=self._compiler,
-            tell=self._event,
-        )
+        state: dict[str, Any] = {"model": self._model, "optimizers": self._optimizers, "stepper": self._stepper}
+        if self._together.several:
+            return SharedSaving(lambda: Saving(self.spec, where, tell=self._event, **state), self._together, **state)
+        return Saving(self.spec, where, tell=self._event, **state)
 
     def _open_rewind(self) -> Rewind | None:
         if self.spec.train.on_nan == "stop":
@@ -131,8 +136,8 @@ class Trainer:
             self.spec,
             model=self._model,
             optimizers=self._optimizers,
-            compiler=self._compiler,
-            tensors=lambda: run_tensors(self.spec, self._model, self._optimizers, self._compiler),
+            stepper=self._stepper,
+            tensors=lambda: run_tensors(self.spec, self._model, self._optimizers, self._stepper),
         )
 
     def _resume(self) -> None:
@@ -146,6 +151,7 @@ class Trainer:
             self._event_of_restart(0)
             return
         about = manifest.about
+        self._stepper.restore(about.get("engine", {}))
         self._loader.seek(about["loader"])
         self.step = self._first = manifest.step
         self._speed.restore(about["speed"])
@@ -181,12 +187,13 @@ class Trainer:
             "evaluated": self._evaluated,
             "compile_seconds": self._compile_seconds,
             "goodput": self._goodput.seconds(),
+            "engine": self._stepper.state(),
             "stopped": stopped,
         }
 
     @property
     def _compile_seconds(self) -> float:
-        return self._compiled_before + self._compiler.compile_seconds
+        return self._compiled_before + self._stepper.compile_seconds
 
     def leave(self) -> int:
         """Save what there is, for a run that was told to stop; return the exit code."""
@@ -201,6 +208,7 @@ class Trainer:
     def close(self) -> None:
         """Wait for the last checkpoint, and let others write where this run did."""
         self._heart.close()
+        self._stepper.close()
         if self._saving is not None:
             self._saving.close()
 
@@ -212,7 +220,12 @@ class Trainer:
         self._goodput.add("start", time.monotonic() - self._begun)
         while self.step < total:
             # Batches are drawn anew where steps were left out.
-            with packed_ahead(self._loader, self.spec.data, self.step - self._first) as batches:
+            start, prepared, data = (
+                self.step - self._first,
+                self._stepper.prepared,
+                loaded_as(self.spec, self._together),
+            )
+            with packed_ahead(self._loader, data, start, prepared) as batches:
                 while self.step < total:
                     scores = self._evaluate() if every and self.step and self.step % every == 0 else None
                     self._save_where_due(scores)
@@ -267,25 +280,25 @@ class Trainer:
     def _check_time(self) -> None:
         """End a run by hand at its time limit. Under a control plane the supervisor, which started before, is first."""
         limit = self.spec.runtime.max_seconds
-        if limit is not None and time.monotonic() - self._begun > limit:
+        if limit is not None and self._together.any(time.monotonic() - self._begun > limit):
             raise TrainError(
                 f"stopped at its time limit after step {self.step}: runtime.max_seconds is {limit:g}",
                 remedy="raise runtime.max_seconds, or lower train.steps",
             )
 
-    def _one_step(self, batch: AnyBatch, stats: BatchStats, *, waited: float) -> bool:
+    def _one_step(self, batch: Prepared, stats: BatchStats, *, waited: float) -> bool:
         """Run a step and report it; False where batches were dropped and others come next than were drawn ahead."""
-        started, compiled = time.perf_counter(), self._compiler.compile_seconds
+        started, compiled = time.perf_counter(), self._stepper.compile_seconds
         self._schedule.set(self.step)
         try:
-            program = self._compiler.program(batch, sizes=self._sizes)
+            program = self._stepper.program(batch, sizes=self._sizes, step=self.step)
         finally:
             self._stop.end_between_steps()  # `_compiling` made it otherwise, and a compile that failed says no word
         if self.spec.debug.save_graph and self.spec.compile.backend != "eager":
-            self._save_graph(self._compiler.runner(batch, sizes=self._sizes))
-        output = program(batch)
+            self._save_graph(self._stepper.runner(batch, sizes=self._sizes))
+        output = program()
         loss = float(output.loss)  # waits for the step
-        compiling = self._compiler.compile_seconds - compiled
+        compiling = self._stepper.compile_seconds - compiled
         seconds = time.perf_counter() - started - compiling
         self._goodput.add("input_wait", waited)
         self._goodput.add("compile", compiling)
@@ -303,7 +316,7 @@ class Trainer:
         self._speed.lap(stats.examples)
         self._heart.beat("training", self.step)
         self._tell(output, stats, step_ms=seconds * 1e3)
-        windowed = self._window.add(output.logits, batch, step=self.step)
+        windowed = self._window.add(output.logits, self._stepper.batch_of(batch), step=self.step)
         if windowed:
             self._reporter.metric(self.step, windowed)
         return True
@@ -363,7 +376,8 @@ class Trainer:
         self._check_time()
         batch, _ = self._loader.train_batch(number - self._first)
         self._schedule.set(number)
-        float(self._compiler.program(batch, sizes=self._sizes)(batch).loss)
+        prepared = self._stepper.prepare(batch)
+        float(self._stepper.program(prepared, sizes=self._sizes, step=number)().loss)
 
     def _save_graph(self, program: Runner) -> None:
         """Write the captured graph as text, named by its key, beside the run's files, or here for a run by hand."""
@@ -397,6 +411,7 @@ class Trainer:
                 "events_cut": float(stats.events_cut),
                 "goodput": self._goodput.share,
                 "chip_hours": self._goodput.chip_hours,
+                **self._stepper.numbers(),
             }
             self._reporter.metric(step, values)
         now = time.monotonic()
@@ -415,9 +430,13 @@ class Trainer:
         self._reporter.progress(
             "evaluating", self.step, self.spec.train.steps, examples_per_s=self._speed.examples_per_s, eta_s=None
         )
-        self._compiler.pull()
+        self._stepper.pull()
         scores = evaluate(
-            self._model, self._loader, self._dataset.schema, max_batches=self.spec.train.eval_batches, stop=self._stop
+            self._model,
+            self._eval_loader,
+            self._dataset.schema,
+            max_batches=self.spec.train.eval_batches,
+            stop=self._stop,
         )
         if scores is None:
             return None

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from twinstep.spec.job import JobSpec
 from twinstep.worker.checkpoint.content import Snapshot, load_tensors
-from twinstep.worker.compile import StepCompiler
 from twinstep.worker.compile.state import materialise
+from twinstep.worker.train.engines import Stepper
 from twinstep.worker.train.saving import restore_random
 
 EVERY = 100  # steps between copies, where checkpoints are not taken by steps
@@ -39,11 +39,11 @@ class Rewind:
         *,
         model: nn.Module,
         optimizers: Mapping[str, Optimizer],
-        compiler: StepCompiler,
+        stepper: Stepper,
         tensors: Callable[[], dict[str, Tensor]],
     ) -> None:
         """`tensors` gives the run's state, up to date."""
-        self._spec, self._model, self._optimizers, self._compiler = spec, model, optimizers, compiler
+        self._spec, self._model, self._optimizers, self._stepper = spec, model, optimizers, stepper
         self._tensors = tensors
         for key, optimizer in optimizers.items():  # what is made at the first step could not be brought back else
             materialise(key, optimizer)
@@ -69,8 +69,8 @@ class Rewind:
         """Bring the copy's state back."""
         load_tensors(self._copy.tensors, self._model, self._optimizers)
         if self._spec.compile.backend != "eager":
-            self._compiler.push()
-        restore_random(self._compiler, self._spec, self._copy.tensors)
+            self._stepper.push()
+        restore_random(self._stepper, self._spec, self._copy.tensors)
 
     def without(self, bad: int, run: Callable[[int], Any]) -> int:
         """Bring back the state before the step that spoiled it, by running all others since the copy again.

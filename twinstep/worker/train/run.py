@@ -23,6 +23,7 @@ from twinstep.spec.words import EXIT_PREEMPTED
 from twinstep.worker.train.environment import RunContext, usable_processors
 from twinstep.worker.train.loop import Trainer
 from twinstep.worker.train.output import flush_output
+from twinstep.worker.train.processes import Process, Together
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.report import Reporter, make_reporter
 from twinstep.worker.train.saving import place_of
@@ -32,7 +33,9 @@ from twinstep.worker.train.versions import software_versions
 
 def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
     """Train `spec` from its data to its summary; see `run_spec`."""
-    context = RunContext.from_environment()
+    together = Together(Process.from_environment())
+    context = RunContext.from_environment() if together.first else None
+    console = console if together.first else None
     reporter = make_reporter(context)
     stop = StopSignal()
     stop.listen()
@@ -42,8 +45,10 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
         surroundings = {"versions": software_versions(), "pid": os.getpid(), "threads": torch.get_num_threads()}
         reporter.event("started", f"worker started on {machine.node()}", surroundings)
         reporter.progress("starting", 0, spec.train.steps, examples_per_s=None, eta_s=None)
+        together.join()
         with ProgressView(console, spec.train.steps) as view:
-            trainer = _made(spec, reporter=reporter, view=view, stop=stop, run_dir=context.run_dir if context else None)
+            run_dir = context.run_dir if context else None
+            trainer = _made(spec, reporter=reporter, view=view, stop=stop, run_dir=run_dir, together=together)
             try:
                 summary, code = _trained(trainer, stop)
             finally:
@@ -66,6 +71,7 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
         _report_end(reporter, error, steps)
         raise
     finally:
+        together.leave()
         reporter.close()
         flush_output()
 

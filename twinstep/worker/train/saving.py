@@ -22,7 +22,7 @@ from twinstep.worker.checkpoint.errors import MisfitError
 from twinstep.worker.checkpoint.keep import Keep
 from twinstep.worker.checkpoint.manifest import Manifest
 from twinstep.worker.checkpoint.saver import Checkpoints
-from twinstep.worker.compile import StepCompiler
+from twinstep.worker.train.engines import Stepper
 from twinstep.worker.train.versions import software_versions
 
 PLACE = "TWINSTEP_CHECKPOINTS"
@@ -71,11 +71,11 @@ class Saving:
         *,
         model: nn.Module,
         optimizers: Mapping[str, Optimizer],
-        compiler: StepCompiler,
+        stepper: Stepper,
         tell: Callable[[str, str, dict[str, Any]], None],
     ) -> None:
         self._spec, self._tell = spec, tell
-        self._model, self._optimizers, self._compiler = model, optimizers, compiler
+        self._model, self._optimizers, self._stepper = model, optimizers, stepper
         wanted = spec.checkpoint
         run = os.environ.get("TWINSTEP_RUN_ID")
         self._checkpoints = Checkpoints(
@@ -110,16 +110,16 @@ class Saving:
         if found is None:
             return None
         manifest, values = found
-        self._compiler_takes(values)
+        self._stepper_takes(values)
         self._saved_step = manifest.step
         return manifest
 
-    def _compiler_takes(self, values: Mapping[str, Tensor]) -> None:
+    def _stepper_takes(self, values: Mapping[str, Tensor]) -> None:
         name = random_name(self._spec)
         if self._spec.compile.backend != "eager":
-            self._compiler.push()
+            self._stepper.push()
         if name in values:
-            self._compiler.set_random_state(values[name].clone())
+            self._stepper.set_random_state(values[name].clone())
         elif getattr(self._spec.model, "dropout", 0.0) > 0:
             text = "the checkpoint is another backend's: dropout goes on with other masks"
             self._tell("random_state_differs", text, {})
@@ -157,7 +157,7 @@ class Saving:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the run's state by path: the live tensors, brought up to date, and the random generator's."""
-        return run_tensors(self._spec, self._model, self._optimizers, self._compiler)
+        return run_tensors(self._spec, self._model, self._optimizers, self._stepper)
 
     def _about(self, more: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -222,16 +222,16 @@ def random_name(spec: JobSpec) -> str:
 
 
 def run_tensors(
-    spec: JobSpec, model: nn.Module, optimizers: Mapping[str, Optimizer], compiler: StepCompiler
+    spec: JobSpec, model: nn.Module, optimizers: Mapping[str, Optimizer], stepper: Stepper
 ) -> dict[str, Tensor]:
     """Return a run's state by path: its live tensors, brought up to date, and its random generator's."""
-    compiler.pull()
-    return live_tensors(model, optimizers) | {random_name(spec): compiler.random_state()}
+    stepper.pull()
+    return live_tensors(model, optimizers) | {random_name(spec): stepper.random_state()}
 
 
-def restore_random(compiler: StepCompiler, spec: JobSpec, values: Mapping[str, Tensor]) -> None:
-    """Let a compiler draw on from where a snapshot of its own was taken."""
-    compiler.set_random_state(torch.clone(values[random_name(spec)]))
+def restore_random(stepper: Stepper, spec: JobSpec, values: Mapping[str, Tensor]) -> None:
+    """Let a stepper draw on from where a snapshot of its own was taken."""
+    stepper.set_random_state(torch.clone(values[random_name(spec)]))
 
 
 def _number(text: str | None) -> int:

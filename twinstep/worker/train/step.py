@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from twinstep.worker.embedding.collection import GivenCollection
 from twinstep.worker.embedding.optim import split_parameters
 
 Step = Callable[[nn.Module, Mapping[str, Optimizer], Any], Any]
@@ -31,5 +32,27 @@ def make_train_step(*, clip_norm: float | None) -> Step:
         for optimizer in optimizers.values():
             optimizer.step()
         return output
+
+    return train_step
+
+
+def make_given_step(given: GivenCollection, *, clip_norm: float | None) -> Step:
+    """Return a train step on rows that were looked up before it, and are updated after it, by whoever calls it.
+
+    Its batch is (batch, activations); it returns the outputs and the gradient of each activation. The model's
+    collection is `given`; the only optimizer is that of the other parameters.
+    """
+
+    def train_step(model: nn.Module, optimizers: Mapping[str, Optimizer], given_batch: Any) -> Any:
+        batch, activations = given_batch
+        optimizers["dense"].zero_grad()
+        leaves = [each.detach().requires_grad_() for each in activations]
+        given.give(leaves)
+        output = model(batch)
+        output.loss.backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm, foreach=False)
+        optimizers["dense"].step()
+        return output, [each.grad for each in leaves]
 
     return train_step

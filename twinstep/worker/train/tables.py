@@ -15,6 +15,8 @@ import numpy as np
 from twinstep.spec.accelerator import TpuSpec
 from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.slices import parse_slice
+from twinstep.spec.sparsecore import GENERATIONS
 from twinstep.worker.embedding.sparsecore.inputs import Ragged
 from twinstep.worker.embedding.sparsecore.limits import limits_from_batches, most_of
 from twinstep.worker.embedding.sparsecore.preprocess import Preprocessor
@@ -46,6 +48,20 @@ def cores_of_spec(spec: JobSpec) -> Cores:
     devices, per_device = SPARSE_CORES[given.generation]
     chips = int(np.prod([int(each) for each in given.topology.split("x")])) * given.slices
     return Cores(devices=chips * devices, per_device=per_device)
+
+
+def cores_of_slice(topology: str) -> Cores:
+    """Return the SparseCores of a slice by name, `v5p:4x4x8`.
+
+    Raises:
+        SpecError: there is no such slice, or its chips have none.
+    """
+    target = parse_slice(topology)
+    if target.generation not in GENERATIONS:
+        raise SpecError(
+            f"nobody can program SparseCores of {target.generation}", remedy=f"name one of {', '.join(GENERATIONS)}"
+        )
+    return Cores(devices=target.devices, per_device=SPARSE_CORES[target.generation][1])
 
 
 def look_at_tables(spec: JobSpec, *, cores: Cores | None = None, batches: int = 4) -> dict[str, Any]:

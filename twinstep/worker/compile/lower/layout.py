@@ -111,21 +111,43 @@ class Layout:
         """Bring arrays to where they live."""
         if self._mesh is None:
             return list(arrays)
-        return [jax.device_put(array, self._sharding(spec)) for array, spec in zip(arrays, specs, strict=True)]
+        return [self._put(array, spec) for array, spec in zip(arrays, specs, strict=True)]
 
     def everywhere(self, array: jax.Array) -> jax.Array:
         """Bring an array to every device."""
-        return array if self._mesh is None else jax.device_put(array, self._sharding(()))
+        return array if self._mesh is None else self._put(array, ())
+
+    def _put(self, array: Any, spec: Spec) -> Any:
+        sharding = self._sharding(spec)
+        if not several():
+            return jax.device_put(array, sharding)
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            words = np.asarray(jax.random.key_data(array))
+            return jax.random.wrap_key_data(self._put(words, ()))
+        whole = np.asarray(array)  # each process has all of it, and brings its devices' part
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    def whole(self, array: jax.Array) -> Any:
+        """Return an array that this process can read; where other processes hold parts, all must ask."""
+        if array.is_fully_addressable or array.is_fully_replicated:
+            return array
+        return jax.jit(lambda x: x, out_shardings=self._sharding(()))(array)
 
     def results(self) -> Any:
         """Return where a program's results live, for `jax.jit`: new state where the old is, outputs wherever."""
         if self._mesh is None:
             return None
-        return [self._sharding(spec) for spec in self.state], None, self._sharding(())
+        outputs = self._sharding(()) if several() else None  # each process reads them
+        return [self._sharding(spec) for spec in self.state], outputs, self._sharding(())
 
     def _sharding(self, spec: Spec) -> NamedSharding:
         assert self._mesh is not None, "only arrays on a mesh have a sharding"  # noqa: S101
         return NamedSharding(self._mesh, PartitionSpec(*spec))  # type: ignore[no-untyped-call]
+
+
+def several() -> bool:
+    """Say whether other processes compute with this one."""
+    return bool(jax.process_count() > 1)
 
 
 def add_rows(array: jax.Array, extra: int) -> jax.Array:

@@ -32,6 +32,7 @@ from twinstep.worker.compile.lower import pallas_attention, xla_attention
 from twinstep.worker.compile.lower.tpu_traffic import traffic
 from twinstep.worker.compile.lower.tpu_words import in_plain_words
 from twinstep.worker.compile.lower.xla import as_jax, parts_of, result_dtypes
+from twinstep.worker.compile.lower.xla_around import with_around
 from twinstep.worker.compile.lower.xla_ring import RingOn
 
 AXIS = DATA
@@ -55,20 +56,35 @@ class TpuProgram:
     """Of the mesh, in its order."""
 
 
-def compile_for(captured: Captured, cuts: Cuts, target: Slice, effort: Effort) -> TpuProgram:
+def compile_for(
+    captured: Captured, cuts: Cuts, target: Slice, effort: Effort, *, mesh: Mesh | None = None, around: Any = None
+) -> TpuProgram:
     """Compile a captured step for each device of a slice.
+
+    Args:
+        captured: the step.
+        cuts: how state and batch are split.
+        target: the slice.
+        effort: of the compiler.
+        mesh: its devices, where they are known already: `slice_mesh`.
+        around: an engine's work around the step (`around.Around`), over that mesh; its arrays may be shapes.
 
     Raises:
         CompileError: an op has no lowering, the compiler refuses the program, or a device's memory does not hold it.
     """
-    mesh = slice_mesh(target)
-    arguments = _arguments(captured, cuts, mesh)
+    mesh = mesh or slice_mesh(target)
+    arguments = _arguments(captured, cuts, mesh, given=0 if around is None else around.given)
     ring = RingOn.of(captured, mesh, [(AXIS,) if dim == 0 else () for dim in cuts.state])
+    donated: tuple[int, ...] = (0,)
+    function, results = as_jax(captured, ring=ring), _results(arguments, mesh)
+    if around is not None:
+        function, donated = with_around(function, around), (0, 5)
+        results, arguments = (*results, around.placing, None), (*arguments, around.state, around.arguments)
     started = time.perf_counter()
     on_slice = (xla_attention.platform("tpu"), pallas_attention.over(mesh, rows=AXIS))
     with _in_words(target), warnings.catch_warnings(), on_slice[0], on_slice[1]:
         warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit integers are 32 bits wide on XLA
-        jitted = jax.jit(as_jax(captured, ring=ring), donate_argnums=0, out_shardings=_results(arguments, mesh))
+        jitted = jax.jit(function, donate_argnums=donated, out_shardings=results)
         lowered = jitted.trace(*arguments).lower(lowering_platforms=("tpu",))
         lowered_at = time.perf_counter()
         compiled = lowered.compile(compiler_options=EFFORTS[effort])
@@ -84,7 +100,7 @@ def compile_for(captured: Captured, cuts: Cuts, target: Slice, effort: Effort) -
             temp=memory.temp_size_in_bytes,
             code=memory.generated_code_size_in_bytes,
         ),
-        "state_bytes": sum(_local_bytes(each) for each in arguments[0]),
+        "state_bytes": sum(_local_bytes(each) for at in donated for each in jax.tree.leaves(arguments[at])),
         "collectives": hlo.collectives(),
         "traffic": traffic(text),
         "lower_seconds": lowered_at - started,
@@ -122,7 +138,7 @@ def slice_mesh(target: Slice) -> Mesh:
     return Mesh(np.array(description.devices), (AXIS,))
 
 
-def _arguments(captured: Captured, cuts: Cuts, mesh: Mesh) -> tuple[Any, ...]:
+def _arguments(captured: Captured, cuts: Cuts, mesh: Mesh, *, given: int = 0) -> tuple[Any, ...]:
     def shape(tensor: Tensor, dim: int | None, extra: int = 0) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(t2j_dtype(tensor.dtype))
         sizes = (tensor.shape[0] + extra, *tensor.shape[1:]) if extra else tuple(tensor.shape)
@@ -138,7 +154,7 @@ def _arguments(captured: Captured, cuts: Cuts, mesh: Mesh) -> tuple[Any, ...]:
     return (
         list(map(shape, captured.example[:rates_at], cuts.state, cuts.extra)),
         shapes(rates, [None] * len(rates)),
-        shapes(batch, cuts.batch),
+        shapes(batch[: len(batch) - given], cuts.batch[: len(batch) - given]),
         shapes(captured.constants, [None] * len(captured.constants)),
         _struct(key.shape, key.dtype, NamedSharding(mesh, _spec(None))),
     )

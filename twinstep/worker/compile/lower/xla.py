@@ -25,9 +25,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from twinstep.spec.errors import CompileError, DataError
+from twinstep.spec.errors import CompileError, DataError, TwinstepError
 from twinstep.worker.compile.accumulation import Left
 from twinstep.worker.compile.annotate import Spread
+from twinstep.worker.compile.around import Around
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower import xla_attention_cpu
 from twinstep.worker.compile.lower.bags import BAGS
@@ -36,6 +37,7 @@ from twinstep.worker.compile.lower.memory import give_back, keep_freed_memory
 from twinstep.worker.compile.lower.tpu_graph import narrow
 from twinstep.worker.compile.lower.tpu_layers import fuse_layers
 from twinstep.worker.compile.lower.tpu_mlps import fuse_mlps
+from twinstep.worker.compile.lower.xla_around import with_around
 from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
 from twinstep.worker.compile.lower.xla_ring import RingOn, route
@@ -66,7 +68,13 @@ class XlaBackend:
     wraps_indices = True
 
     def __init__(
-        self, state: TrainState, *, cache_dir: Path | None, in_place: bool = True, spread: Spread | None = None
+        self,
+        state: TrainState,
+        *,
+        cache_dir: Path | None,
+        in_place: bool = True,
+        spread: Spread | None = None,
+        around: Around | None = None,
     ) -> None:
         # Before the first array is made: that starts XLA's threads.
         if getattr(jax.config, "jax_platforms", None) == "cpu":
@@ -74,6 +82,8 @@ class XlaBackend:
         self._live = state
         self.layout = Layout(spread or Spread())
         self._in_place = in_place
+        self.around = around
+        """What an embedding engine does within every program."""
         self.arrays: list[jax.Array] = []
         self._seen: list[tuple[Tensor, int]] = []
         """The live tensors and their versions at the last push or pull: the tensors themselves, since an address or an
@@ -102,8 +112,15 @@ class XlaBackend:
         constants = [layout.everywhere(_to_jax(tensor)) for tensor in captured.constants]
         rates = [layout.everywhere(jnp.float32(0))] * captured.num_rates
         start = captured.num_state + captured.num_rates
-        batch = layout.put(map(_to_jax, captured.example[start : start + captured.num_batch]), batch_specs)
+        given = 0 if self.around is None else self.around.given
+        batch_specs = batch_specs[: len(batch_specs) - given]
+        batch = layout.put(map(_to_jax, captured.example[start : start + captured.num_batch - given]), batch_specs)
         self.key = layout.everywhere(self.key)
+        function, placing = as_jax(captured, layout.hidden(captured), layout.ring(captured)), layout.results()
+        more: tuple[Any, ...] = ()
+        if self.around is not None:
+            function, more = with_around(function, self.around), (self.around.state, self.around.arguments)
+            placing = (*(placing or (None, None, None)), self.around.placing, None)
         # On the CPU an executable that JAX took from its own cache cannot be written out again: it has lost its code.
         cache_dir = None if jax.default_backend() == "cpu" else self._cache_dir
         before = _cache_entries(cache_dir)
@@ -111,10 +128,10 @@ class XlaBackend:
             with _cache_at(cache_dir), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit: checked in _to_jax
                 lowered = jax.jit(
-                    as_jax(captured, layout.hidden(captured), layout.ring(captured)),
-                    donate_argnums=0 if self._in_place else (),
-                    out_shardings=layout.results(),
-                ).lower(self.arrays, rates, batch, constants, self.key)
+                    function,
+                    donate_argnums=((0, 5) if more else 0) if self._in_place else (),
+                    out_shardings=placing,
+                ).lower(self.arrays, rates, batch, constants, self.key, *more)
                 compiled = lowered.compile(_compiler_options(captured))
         except CompileError:
             raise
@@ -166,6 +183,8 @@ class XlaBackend:
 
     def push(self) -> None:
         """Bring everything from the live tensors to the device, or devices once it is known which goes where."""
+        if self.around is not None:
+            self.around.push()
         if not self.layout.known:
             return
         self.arrays = self.layout.hold(map(_to_jax, self._live.tensors()))
@@ -204,6 +223,8 @@ class XlaBackend:
             if tensor is not seen or tensor._version != version:
                 (self.arrays[index],) = self.layout.hold([_to_jax(tensor)], index)
                 self._seen[index] = (tensor, tensor._version)
+        if self.around is not None:
+            self.around.push_written()
 
     def pull(self) -> None:
         """Copy the device's state into the live module and optimizers.
@@ -220,8 +241,10 @@ class XlaBackend:
                 for index, (slot, array) in enumerate(zip(self._live.slots, self.arrays, strict=True)):
                     if slot.path in live:  # an optimizer's state may have been cleared since
                         tensor = live[slot.path].detach()
-                        values = _to_torch(array, tensor.dtype)
+                        values = _to_torch(self.layout.whole(array), tensor.dtype)
                         tensor.copy_(values[: len(tensor)] if self.layout.padded(index) else values)
+            if self.around is not None:
+                self.around.pull()
             self._note()
 
     def check_state(self) -> None:
@@ -292,13 +315,22 @@ class XlaProgram:
         layout = backend.layout
         rate_arrays = [layout.everywhere(jnp.float32(rate.item())) for rate in rates]
         batch_arrays = layout.put(map(_to_jax, batch), self.batch_specs)
-        backend.arrays, outputs, backend.key = self.compiled(
-            backend.arrays, rate_arrays, batch_arrays, self._constants_now(), backend.key
-        )
+        arguments = (backend.arrays, rate_arrays, batch_arrays, self._constants_now(), backend.key)
+        around = backend.around
+        if around is None:
+            backend.arrays, outputs, backend.key = self.compiled(*arguments)
+        else:
+            backend.arrays, outputs, backend.key, *theirs = self.compiled(*arguments, around.state, around.arguments)
+            around.took(*theirs)
 
         def collect() -> list[Tensor]:
             try:
-                return [_to_torch(array, dtype) for array, dtype in zip(outputs, self.dtypes, strict=True)]
+                found = [_to_torch(array, dtype) for array, dtype in zip(outputs, self.dtypes, strict=False)]
+                if around is not None:
+                    around.check()
+                return found + [torch.empty(0)] * (len(self.dtypes) - len(found))
+            except TwinstepError:  # what was found wrong, after a step that ended
+                raise
             except Exception:  # on the device, after the old state was given away: check_state says so from now on
                 for array in backend.arrays:
                     array.delete()

@@ -163,7 +163,12 @@ class Engine:
         return jnp.concatenate(parts, axis=1).reshape(-1, width)
 
     def to_logical(self, tables: Tables, *, chunk_rows: int = 1 << 16) -> Any:
-        """Give tables and slots as chunks of logical rows: `logical.to_logical`. All devices must be this process's."""
+        """Give tables and slots as chunks of logical rows: `logical.to_logical`.
+
+        Where other processes hold parts, all must ask, and each has one stored part at a time whole.
+        """
+        if jax.process_count() > 1:
+            return logical.to_logical(self.plan, self._read_of_all(tables), chunk_rows=chunk_rows)
 
         def read(name: str, number: int, shard: int, first: int, last: int) -> logical.Rows:
             stack, array = self.plan.stack(name), tables[name][number]
@@ -177,6 +182,21 @@ class Engine:
             return np.asarray(jax.lax.dynamic_slice_in_dim(part.data, core * rows + first, last - first))
 
         return logical.to_logical(self.plan, read, chunk_rows=chunk_rows)
+
+    def _read_of_all(self, tables: Tables) -> logical.ReadShard:
+        held: dict[tuple[str, int], Any] = {}
+
+        def read(name: str, number: int, shard: int, first: int, last: int) -> logical.Rows:
+            if (name, number) not in held:
+                held.clear()
+                everywhere = NamedSharding(self.mesh, P())
+                held[name, number] = np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(tables[name][number]))
+            stack = self.plan.stack(name)
+            start = shard * (stack.rows_per_shard // stack.pack)
+            rows: logical.Rows = held[name, number][start + first : start + last]
+            return rows
+
+        return read
 
     def from_logical(self, read: logical.ReadRows, *, chunk_rows: int = 1 << 16) -> Tables:
         """Return tables and slots made from logical rows, one device's part after the other.

@@ -1,0 +1,146 @@
+"""Two real processes of one job, four CPU devices each: the losses of one process, of one device or eight;
+one reporter, one writer; and their checkpoint goes on in one process on four devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twinstep.spec.errors import UnavailableError
+from twinstep.worker.train.processes import NAMES, Process
+
+DLRM = {
+    "kind": "dlrm",
+    "embedding_dim": 8,
+    "bottom_dims": [8],
+    "over_dims": [8],
+    "num_cross_layers": 1,
+    "cross_rank": 4,
+}
+DLRMV3 = {
+    "embedding_dim": 8, "transducer_dim": 8, "linear_dim": 4, "attention_dim": 4, "hidden_dim": 8, "num_layers": 1,
+    "dropout": 0.0,
+}  # fmt: skip
+CLICKS = {
+    "dataset": "synthetic-clicks", "synthetic_events": 800, "batch_size": 16,
+    "synthetic": {"table_rows": [50, 300], "max_ids": 3},
+}  # fmt: skip
+HISTORIES = {
+    "dataset": "synthetic", "synthetic_events": 400, "batch_size": 8, "uih_len": 8, "uih_budget": 6,
+    "num_candidates": 2,
+}  # fmt: skip
+ROOT = Path(__file__).parents[3]
+
+
+def spec_of(model: dict[str, Any], engine: str, checkpoints: Path, *, devices: int, steps: int) -> dict[str, Any]:
+    return {
+        "name": "t",
+        "model": model,
+        "data": CLICKS if model is DLRM else HISTORIES,
+        "accelerator": {"kind": "cpu", "devices": devices},
+        "compile": {"backend": "xla", "cache": False},
+        "embedding": {"engine": engine},
+        "train": {"steps": steps, "eval_batches": 2},
+        "checkpoint": {"path": str(checkpoints), "every_steps": 2},
+    }
+
+
+def free_port() -> int:
+    """Return a port that is free and whose next is free too."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            try:
+                other.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def trained(spec: dict[str, Any], folder: Path, count: int) -> list[dict[str, Any]]:
+    """Train in `count` processes; return process 0's records."""
+    folder.mkdir()
+    path = folder / "spec.json"
+    path.write_text(json.dumps(spec))
+    where = f"127.0.0.1:{free_port()}"
+    running, logs = [], []
+    for rank in range(count):
+        run_dir = folder / f"process{rank}"
+        run_dir.mkdir()
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("TWINSTEP_", "XLA_"))},
+            "PYTHONPATH": str(ROOT),
+            "TWINSTEP_RUN_ID": "r",
+            "TWINSTEP_RUN_DIR": str(run_dir),
+            "TWINSTEP_API_URL": "http://127.0.0.1:9",
+            "TWINSTEP_RUN_TOKEN": "t",
+        }
+        if count > 1:
+            environment |= dict(zip(NAMES, ("1", str(count), "0", str(rank), where), strict=True))
+        log = (folder / f"log{rank}").open("w")
+        logs.append(log)
+        command = [sys.executable, "-m", "twinstep", "train", str(path)]
+        running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [each.wait(timeout=280) for each in running]
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
+        for log in logs:
+            log.close()
+    said = "\n".join((folder / f"log{rank}").read_text()[-3000:] for rank in range(count))
+    assert codes == [0] * count, said
+    assert not any((folder / f"process{rank}" / "spool.jsonl").exists() for rank in range(1, count))
+    return [json.loads(line) for line in (folder / "process0" / "spool.jsonl").read_text().splitlines()]
+
+
+def numbers(records: list[dict[str, Any]], name: str) -> list[float]:
+    return [each["values"][name] for each in records if each["kind"] == "metric" and name in each["values"]]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("model", "engine", "devices"),
+    [
+        pytest.param(DLRMV3, "sparsecore", 1, id="dlrmv3-sparsecore"),
+        pytest.param(DLRM, "sparsecore", 8, id="dlrm-sparsecore", marks=pytest.mark.slow),
+        pytest.param(DLRMV3, "dense", 8, id="dlrmv3-dense", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_train_to_the_losses_of_one_which_goes_on_from_their_checkpoint(
+    tmp_path: Path, model: dict[str, Any], engine: str, devices: int
+) -> None:
+    one = trained(spec_of(model, engine, tmp_path / "one", devices=devices, steps=6), tmp_path / "alone", 1)
+    saved = tmp_path / "two"
+    two = trained(spec_of(model, engine, saved, devices=8, steps=4), tmp_path / "together", 2)
+    assert numbers(two, "loss") == pytest.approx(numbers(one, "loss")[:4], rel=1e-5)
+    # The same place, more steps, other devices: it goes on where the first attempt ended.
+    more = trained(spec_of(model, engine, saved, devices=4, steps=6), tmp_path / "again", 1)
+    assert numbers(more, "loss") == pytest.approx(numbers(one, "loss")[4:], rel=1e-5)
+    assert numbers(more, "eval/log_loss")[-1] == pytest.approx(numbers(one, "eval/log_loss")[-1], rel=1e-4)
+
+
+def test_a_process_knows_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    assert Process.from_environment() == Process()
+    given = dict(zip(NAMES, ("2", "4", "1", "3", "first.pods:8482"), strict=True))
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert Process.from_environment() == Process(rank=7, count=8, coordinator="first.pods:8482")
+    monkeypatch.delenv("TWINSTEP_HOST")
+    with pytest.raises(UnavailableError, match="lacks TWINSTEP_HOST"):
+        Process.from_environment()
+    for wrong in ("4", "-1", "x"):
+        monkeypatch.setenv("TWINSTEP_HOST", wrong)
+        with pytest.raises(UnavailableError, match="names no process"):
+            Process.from_environment()

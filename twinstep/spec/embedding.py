@@ -1,0 +1,129 @@
+"""How embedding tables are kept and worked on: the engine, and what the SparseCore engine is asked for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from twinstep.spec.base import INT32_MAX, Count, FieldName, Number, Spec
+from twinstep.spec.sparsecore import SparseCoreFlags
+
+Limit = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
+
+
+class TableLimits(Spec):
+    """The most that one partition of a table may hold: what one SparseCore asks of another one in a step."""
+
+    max_ids: Limit
+    """max_ids_per_partition: (id, sample) pairs, after de-duplication within a sample."""
+    max_unique: Limit
+    """max_unique_ids_per_partition: different ids."""
+
+
+class LimitsSpec(Spec):
+    """Where the limits of partitions come from."""
+
+    tables: dict[FieldName, TableLimits] = Field(default_factory=dict)
+    """With `source: given`: the limits of every table; tables that share a stack have the sum."""
+    source: Annotated[Literal["fdo", "data", "given"], Field(validate_default=True)] = "fdo"
+    """`fdo`: from the first batches, then they follow what steps ask for; `data`: from the first batches, and stay;
+    `given`: from `tables`."""
+    batches: Annotated[StrictInt, Field(ge=1, le=1000)] = 8
+    """With `fdo` and `data`: batches of training data that the first limits come from."""
+    headroom: Annotated[Number, Field(ge=1, le=1000)] = 1.25
+    """With `fdo` and `data`: times what was asked for."""
+    quantile: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    """With `fdo`: share of the batches that limits hold for; `overflow` says what becomes of the others."""
+    every_steps: Count = 100
+    """With `fdo`: steps between two looks at the limits."""
+
+    @field_validator("source")
+    @classmethod
+    def _tables_go_with_given(cls, value: str, info: ValidationInfo) -> str:
+        tables = info.data.get("tables")  # not there where they are not valid themselves
+        if tables is None or bool(tables) == (value == "given"):
+            return value
+        if tables:
+            problem, said = "looks at no tables", {"allowed": "given, or tables: {}", "nearest": "given"}
+        else:
+            problem, said = "needs the limits of every table", {"allowed": "fdo, data, or tables", "nearest": "fdo"}
+        raise PydanticCustomError("between_fields", problem, said)
+
+
+class QuantizeSpec(Spec):
+    """Simulated quantization: rows are rounded as they are looked up; what is stored stays float32."""
+
+    low: Number
+    """The least value."""
+    high: Number
+    """The greatest value."""
+    num_buckets: Annotated[StrictInt, Field(ge=2, le=65536)] = 256
+    """Values from `low` to `high`."""
+
+    @field_validator("high")
+    @classmethod
+    def _above_low(cls, value: float, info: ValidationInfo) -> float:
+        low = info.data.get("low")
+        if low is not None and value <= low:
+            said = {"allowed": f"more than {low:g}, which is low", "nearest": low + 1}
+            raise PydanticCustomError("between_fields", "is not above low", said)
+        return value
+
+
+class EmbeddingSpec(Spec):
+    """How tables are kept."""
+
+    engine: Literal["dense", "ring", "sparsecore"] = "dense"
+    """`dense`: tables looked up by gather, large ones split by rows; `ring`: every table split by rows, ids and rows
+    passed around a ring of devices; `sparsecore`: tables stacked and split by rows, looked up and updated by
+    SparseCores, on a CPU by the same algorithm in plain JAX."""
+    init_std: Annotated[Number, Field(gt=0)] = 0.05
+    """Standard deviation of the normal that tables start from."""
+    pipeline: Literal["off", "full"] = "off"
+    """`full`: the lookup of the next batch and the update from the last run beside the dense work of this one, so that
+    a lookup lacks one update."""
+    limits: LimitsSpec = LimitsSpec()
+    """Limits of partitions."""
+    overflow: Literal["error", "drop", "minibatch"] = "minibatch"
+    """A batch over its limits: end the run; drop what does not fit, counted; or split it, with unchanged results."""
+    disable_table_stacking: StrictBool = False
+    """Keep every table in a stack of its own."""
+    stacks: tuple[tuple[FieldName, ...], ...] | None = None
+    """Tables that share a stack, group by group; null: those of equal width, optimizer and combiner, within bounds."""
+    id_bound_check: Literal["error", "drop", "wrap"] = "error"
+    """Ids that name no row of their table: end the run; leave them out; or take them modulo the rows; counted."""
+    quantize: QuantizeSpec | None = None
+    """Round rows as they are looked up, as a quantized table would; null: not."""
+    sparsecore: SparseCoreFlags | None = None
+    """Switches of a TPU's SparseCores, put into the environment of its pods; null: libtpu's own defaults."""
+
+    @field_validator(
+        "pipeline", "limits", "overflow", "disable_table_stacking", "stacks", "id_bound_check", "quantize", mode="after"
+    )
+    @classmethod
+    def _engine_looks_at_it(cls, value: Any, info: ValidationInfo) -> Any:
+        engine, default = info.data.get("engine"), cls.model_fields[info.field_name or ""].default
+        if engine is not None and engine != "sparsecore" and value != default:
+            nearest = default.model_dump(mode="json") if isinstance(default, Spec) else default
+            said = {"engine": engine, "allowed": "the default, or engine: sparsecore", "nearest": nearest}
+            raise PydanticCustomError("between_fields", "has no effect with engine: {engine}", said)
+        return value
+
+    @field_validator("stacks")
+    @classmethod
+    def _named_once(
+        cls, value: tuple[tuple[str, ...], ...] | None, info: ValidationInfo
+    ) -> tuple[tuple[str, ...], ...] | None:
+        if value is None:
+            return value
+        if info.data.get("disable_table_stacking"):
+            said = {"allowed": "null", "nearest": None}
+            raise PydanticCustomError("between_fields", "has no effect with disable_table_stacking: true", said)
+        names = [name for group in value for name in group]
+        if len(set(names)) < len(names) or not all(value):
+            problem = "names a table twice" if all(value) else "holds a group without tables"
+            said = {"allowed": "groups of tables, each table once", "nearest": None}
+            raise PydanticCustomError("between_fields", problem, said)
+        return value

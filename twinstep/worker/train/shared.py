@@ -1,0 +1,189 @@
+"""What a loop shares with the loops of a run's other processes: its data, a wish to stop, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import distributed, nn
+from torch.optim import Optimizer
+
+from twinstep.spec.errors import UnavailableError
+from twinstep.spec.job import DataSpec, JobSpec
+from twinstep.worker.checkpoint.content import live_tensors
+from twinstep.worker.checkpoint.manifest import Manifest
+from twinstep.worker.compile.state import materialise
+from twinstep.worker.data.batch import BatchStats
+from twinstep.worker.data.datasets import Dataset
+from twinstep.worker.data.loader import Loader
+from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch, MultiHotBatch, MultiHotDataset
+from twinstep.worker.data.order import HostShare
+from twinstep.worker.train.engines import Stepper
+from twinstep.worker.train.processes import Process, Together
+from twinstep.worker.train.saving import Saving
+from twinstep.worker.train.stop import StopSignal
+
+Value = TypeVar("Value")
+
+
+class SharedStop(StopSignal):
+    """A wish to stop that all processes hear of at the same point of the loop."""
+
+    def __init__(self, stop: StopSignal, together: Together) -> None:
+        self._stop, self._together = stop, together
+
+    @property
+    def asked(self) -> bool:
+        """Whether any process was told to stop; asked by all at once."""
+        self._stop.asked = self._together.any(self._stop.asked)
+        return self._stop.asked
+
+    @asked.setter
+    def asked(self, value: bool) -> None:
+        self._stop.asked = value
+
+    def end_at_once(self) -> None:
+        """Stop where the process is from now on."""
+        self._stop.end_at_once()
+
+    def end_between_steps(self) -> None:
+        """Leave it to the loop again."""
+        self._stop.end_between_steps()
+
+
+class SharedSaving:
+    """Process 0's checkpoints, with the others: all bring their state up to date, and take up what process 0 read."""
+
+    def __init__(
+        self,
+        make: Callable[[], Saving],
+        together: Together,
+        *,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        stepper: Stepper,
+    ) -> None:
+        self._together, self._stepper = together, stepper
+        self._model, self._optimizers = model, optimizers
+        self._saving = self._do(make) if together.first else self._do(lambda: None)
+        self.key = ""
+
+    def _do(self, work: Callable[[], Value]) -> Value:
+        """Run process 0's part; where it fails, all fail."""
+        problem, found = None, None
+        try:
+            found = work()
+        except Exception as error:
+            problem = error
+        told = self._together.of_first(None if problem is None else f"{problem}")
+        if problem is not None:
+            raise problem
+        if told is not None:
+            raise UnavailableError(f"process 0 failed: {told}", remedy="see the log of process 0")
+        return found  # type: ignore[return-value]
+
+    @property
+    def last_good(self) -> int | None:
+        """Step of the newest checkpoint that is whole."""
+        return self._together.of_first(None if self._saving is None else self._saving.last_good)
+
+    def restore(self) -> Manifest | None:
+        """Bring back the newest state that is whole, in every process."""
+        saving = self._saving
+        for name, optimizer in self._optimizers.items():
+            materialise(name, optimizer)
+        manifest = self._together.of_first(self._do(saving.restore if saving is not None else lambda: None))
+        if manifest is None:
+            return None
+        for tensor in live_tensors(self._model, self._optimizers).values():
+            held = tensor.detach().contiguous()
+            distributed.broadcast(held, src=0)
+            tensor.detach().copy_(held)
+        random = self._stepper.random_state()
+        distributed.broadcast(random, src=0)
+        if not self._together.first:
+            self._stepper.push()
+            self._stepper.set_random_state(random)
+        return manifest
+
+    def due(self, step: int, *, scored: bool) -> bool:
+        """Say whether the state after `step` is to be saved now."""
+        return self._together.of_first(self._saving is not None and self._saving.due(step, scored=scored))
+
+    def save(self, step: int, about: dict[str, Any], *, scores: Mapping[str, float | None] | None = None) -> None:
+        """Save the state after `step`."""
+        self._stepper.pull()
+        if self._saving is not None:
+            self._saving.key = self.key
+            self._saving.save(step, about, scores=scores)
+
+    def save_last(self, step: int, about: dict[str, Any], *, within: float) -> bool:
+        """Save the state after `step` where it is not saved yet, and wait until it is written."""
+        self._stepper.pull()
+        done = True
+        if self._saving is not None:
+            self._saving.key = self.key
+            done = self._saving.save_last(step, about, within=within)
+        return self._together.of_first(done)
+
+    def look(self) -> None:
+        """Report what happened beside the run."""
+        if self._saving is not None:
+            self._saving.look()
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._saving is not None:
+            self._saving.close()
+
+
+class OwnRows(Loader):
+    """A loader of which each process packs its own rows only, where rows stand for themselves.
+
+    Batches have the global batch's shapes; rows of other processes are zeros, and are read by nobody. Histories are
+    packed whole by each process, since a token's row may be another process's.
+    """
+
+    def __init__(self, dataset: MultiHotDataset, spec: DataSpec, *, seed: int, process: Process) -> None:
+        super().__init__(dataset, spec, seed=seed, share=HostShare(host=process.rank, hosts=process.count))
+        self._process = process
+
+    def train_batch(self, step: int) -> tuple[AnyBatch, BatchStats]:
+        """Return training batch number `step`."""
+        batch, stats = super().train_batch(step)
+        assert isinstance(batch, MultiHotBatch), "histories are packed whole"  # noqa: S101
+        rank, count = self._process.rank, self._process.count
+        fields = {}
+        for name, dim in MULTI_HOT_DIMS.items():
+            own = getattr(batch, name)
+            size = own.shape[dim]
+            whole = own.new_zeros([*own.shape[:dim], size * count, *own.shape[dim + 1 :]])
+            whole.narrow(dim, rank * size, size).copy_(own)
+            fields[name] = whole
+        scaled = {name: getattr(stats, name) * count for name in ("rows", "examples")}
+        return batch._replace(**fields), dataclasses.replace(stats, **scaled)
+
+
+def make_loaders(dataset: Dataset | MultiHotDataset, spec: JobSpec, together: Together) -> tuple[Loader, Loader]:
+    """Return what gives training batches, the global ones, and what gives this process's held-out rows."""
+    seed = spec.train.seed
+    if not together.several:
+        one = Loader(dataset, spec.data, seed=seed)
+        return one, one
+    process = together.process
+    share = HostShare(host=process.rank, hosts=process.count, layout="rows")
+    held_out = Loader(dataset, spec.data, seed=seed, share=share)
+    if not isinstance(dataset, MultiHotDataset):
+        return Loader(dataset, spec.data, seed=seed), held_out
+    return OwnRows(dataset, spec.data, seed=seed, process=process), held_out
+
+
+def shared_stop(stop: StopSignal, together: Together) -> StopSignal:
+    """Return a wish to stop that all processes hear of together."""
+    return SharedStop(stop, together) if together.several else stop
+
+
+def loaded_as(spec: JobSpec, together: Together) -> DataSpec:
+    """Return how training batches are packed ahead: in a thread, where a run has several processes anyway."""
+    return spec.data.model_copy(update={"loader_workers": 0}) if together.several else spec.data

@@ -1,0 +1,473 @@
+"""The SparseCore engine in training: host preprocessing ahead of the step, limits that follow the batches, one program.
+
+Tables leave the captured module: `AroundStep` looks them up before it and updates them after it, within its program.
+Buffers of batch i + 1 are made in the loader's thread while step i runs. Limits are looked at every
+`embedding.limits.every_steps` steps; where they change, the step is compiled once more and says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from twinstep.spec.errors import SpecError
+from twinstep.spec.job import JobSpec
+from twinstep.worker.compile import Runner, StepCompiler
+from twinstep.worker.compile.inputs import check_finite
+from twinstep.worker.compile.state import materialise
+from twinstep.worker.compile.up_to_date import keep_up_to_date
+from twinstep.worker.data.batch import BATCH_DIMS, BatchStats
+from twinstep.worker.data.datasets import Dataset
+from twinstep.worker.data.loader import Loader
+from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch, MultiHotDataset
+from twinstep.worker.embedding.collection import EmbeddingCollection, GivenCollection, Lookup, without_tables
+from twinstep.worker.embedding.sparsecore import fdo
+from twinstep.worker.embedding.sparsecore.inputs import Given, Ragged
+from twinstep.worker.embedding.sparsecore.limits import limits_from_batches
+from twinstep.worker.embedding.sparsecore.live import LiveTables, row_optimizer
+from twinstep.worker.embedding.sparsecore.preprocess import Policy, Preprocessor
+from twinstep.worker.embedding.sparsecore.result import Preprocessed
+from twinstep.worker.embedding.sparsecore.spec import Cores, Feature, Limits, Quantization, Table
+from twinstep.worker.embedding.sparsecore.stacking import Stacking, StackPlan, plan_stacks
+from twinstep.worker.train.engines import Parts, Stepper
+from twinstep.worker.train.environment import mesh_axes
+from twinstep.worker.train.step import Step, make_given_step
+
+
+class GivenBatch(NamedTuple):
+    """What the captured step takes."""
+
+    batch: Any
+    activations: list[Tensor]
+    """By lookup, [samples, dim]: stand for what the program makes itself."""
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """A batch with its buffers."""
+
+    batch: AnyBatch
+    buffers: Preprocessed
+    version: int
+    """Of the limits that its buffers were made for."""
+    following: Prepared | None = None
+    """The batch after it, where a pipeline looks ahead."""
+
+
+class SparseCoreStepper(Stepper):
+    """Steps of a run whose tables SparseCores hold, or whose CPU stands for them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._spec, self._loader, self._tell = parts.spec, parts.loader, parts.tell
+        self._together, process = parts.together, parts.together.process
+        self._share = (process.rank, process.count)
+        self._model, wanted = parts.model, parts.spec.embedding
+        first = parts.loader.train_batch(0)[0]
+        self._features = feature_names(self._model.lookups(first))  # type: ignore[operator]
+        self._plan = self._with_limits(planned(parts.spec, self._model, first))
+        self._pipelined = wanted.pipeline == "full"
+        self._lock, self._version = threading.Lock(), 0
+        self._preprocessor = self._make_preprocessor()
+        self._record = fdo.Record(fdo.topology_of(self._plan))
+        self._counted: Counter[str] = Counter()
+        self._last: dict[str, float] = {}
+        collection = _collection(self._model)
+        for name, optimizer in parts.optimizers.items():
+            materialise(name, optimizer)
+        from twinstep.worker.embedding.sparsecore.device.around import AroundStep
+
+        self._around = AroundStep(
+            self._engine(),
+            self._features,
+            LiveTables(collection, parts.optimizers["sparse"], parts.spec.optimizers.sparse.kind),
+            pipeline=wanted.pipeline,
+            nothing=self._nothing(),
+        )
+        view, given = without_tables(self._model)
+        super().__init__(self._make_compiler(parts, view, given))
+        self._check = parts.checks_finite
+        self._activations = [
+            torch.zeros(()).expand(_samples(each), _dim(self._plan, each.table))
+            for each in self._model.lookups(first)  # type: ignore[operator]
+        ]
+        keep_up_to_date(collection, [parts.optimizers["sparse"]], self)
+
+    def _make_compiler(self, parts: Parts, view: nn.Module, given: GivenCollection) -> StepCompiler:
+        return StepCompiler(
+            make_given_step(given, clip_norm=parts.spec.train.clip_norm),
+            view,
+            {"dense": parts.optimizers["dense"]},
+            batch_dims=given_dims(len(self._features)),
+            around=self._around,
+            **parts.options,
+        )
+
+    def _engine(self) -> Any:
+        from twinstep.worker.embedding.sparsecore.device.around import device_mesh
+        from twinstep.worker.embedding.sparsecore.device.engine import Engine
+
+        spec = self._spec
+        check = spec.embedding.id_bound_check
+        return Engine(
+            plan=self._plan,
+            mesh=device_mesh(self._plan.cores.devices),
+            id_bound_check="error" if check == "error" else "drop",
+            nan_check=spec.debug.stop_on_nonfinite and spec.train.on_nan == "stop",
+        )
+
+    def _make_preprocessor(self) -> Preprocessor:
+        wanted = self._spec.embedding
+        policy = Policy(
+            id_bound_check=wanted.id_bound_check,
+            split="samples" if wanted.overflow == "minibatch" else "none",
+            allow_id_dropping=wanted.overflow == "drop",
+        )
+        local = self._plan.cores.devices // self._share[1]
+        return Preprocessor(
+            self._plan, local_devices=local, policy=policy, threads=self._spec.runtime.threads, quiet=True
+        )
+
+    def _nothing(self) -> Preprocessed | None:
+        """Return buffers of a batch without ids, for a pipeline."""
+        return self._preprocessor(self._no_ids()) if self._pipelined else None
+
+    def _no_ids(self) -> dict[str, Given]:
+        none = np.zeros(0, np.int64)
+        return {
+            place.feature.name: Ragged(none, np.zeros(place.feature.samples // self._share[1], np.int64))
+            for stack in self._plan.stacks
+            for place in stack.features
+        }
+
+    # Limits
+
+    def _with_limits(self, plan: StackPlan) -> StackPlan:
+        wanted = self._spec.embedding.limits
+        if wanted.source == "given":
+            return plan
+        batches = (self._given(self._loader.train_batch(number)[0]) for number in range(wanted.batches))
+        local = plan.cores.devices // self._share[1]
+        own = limits_from_batches(plan, batches, headroom=wanted.headroom, local_devices=local)
+        return bounded(_most(own, self._together.gather(_numbers(own))), self._spec.embedding.overflow)
+
+    def _given(self, batch: AnyBatch) -> dict[str, Given]:
+        lookups: list[Lookup] = self._model.lookups(batch)  # type: ignore[operator]
+        return {name: ragged(each, *self._share) for name, each in zip(self._features, lookups, strict=True)}
+
+    def _follow(self, step: int) -> None:
+        """Look at the limits before a step, where that is due."""
+        wanted = self._spec.embedding.limits
+        if wanted.source != "fdo" or not step or step % wanted.every_steps:
+            return
+        policy = fdo.FdoPolicy(
+            quantile=wanted.quantile, headroom=wanted.headroom, least_batches=min(8, wanted.every_steps)
+        )
+        record = fdo.Record(self._record.topology)
+        for each in self._together.gather(self._record.to_json()):
+            record = record.merged(fdo.Record.from_json(each))
+        plan, changes = fdo.decide(self._plan, record, policy)
+        for change in changes:
+            before, after = change.before, change.after
+            assert before is not None, "a run's stacks have limits"  # noqa: S101
+            self._tell(
+                "limits_changed",
+                f"limits of {change.stack}: {before.max_ids} → {after.max_ids} ids, {before.max_unique} → "
+                f"{after.max_unique} unique ids of a partition: {change.reason}",
+                {"stack": change.stack, "max_ids": after.max_ids, "max_unique": after.max_unique},
+            )
+        if changes:
+            self._take_limits(bounded(plan, self._spec.embedding.overflow))
+
+    def _take_limits(self, plan: StackPlan) -> None:
+        with self._lock:
+            self._preprocessor.close()
+            self._plan = plan
+            self._preprocessor = self._make_preprocessor()
+            self._version += 1
+            nothing = self._nothing()
+        self._around.replan(self._engine(), nothing)
+
+    # What the loop asks
+
+    def prepared(self, batches: Iterator[tuple[AnyBatch, BatchStats]]) -> Iterator[tuple[Prepared, BatchStats]]:
+        """Give each batch with its buffers; a pipeline's with the one after it."""
+        if not self._pipelined:
+            yield from super().prepared(batches)
+            return
+        held: tuple[Prepared, BatchStats] | None = None
+        for batch, stats in batches:
+            now = self.prepare(batch), stats
+            if held is not None:
+                held[0].following = now[0]
+                yield held
+            held = now
+        if held is not None:
+            yield held
+
+    def prepare(self, batch: AnyBatch) -> Prepared:
+        """Return a batch with its buffers.
+
+        Raises:
+            DataError: ids name no row, or the batch is over its limits, and the spec wants neither passed over.
+        """
+        with self._lock:
+            return Prepared(batch, self._preprocessor(self._given(batch)), self._version)
+
+    def program(self, batch: Prepared, *, sizes: Mapping[str, int], step: int) -> Callable[[], Any]:
+        """Return what runs the step; its buffers are made again where limits changed since."""
+        self._follow(step)
+        if self._check:
+            check_finite(batch.batch)
+        self._settle_on(batch)
+        following = batch.following if step + 1 < self._spec.train.steps else None
+        if following is not None:
+            self._settle_on(following)
+        self._around.prepare(batch.buffers, None if following is None else following.buffers, step)
+        given = GivenBatch(batch.batch, self._activations)
+        program = self._compiler.program(given, sizes=sizes)
+
+        def run() -> Any:
+            output, _ = program(given)
+            self._note(batch.buffers)
+            return output
+
+        return run
+
+    def _settle_on(self, batch: Prepared) -> None:
+        """Make a batch's buffers again where limits changed since; in as many blocks as any process has."""
+        if batch.version != self._version:
+            again = self.prepare(batch.batch)
+            batch.buffers, batch.version = again.buffers, again.version
+        if not self._together.several or self._spec.embedding.overflow != "minibatch":
+            return
+        blocks = batch.buffers.blocks
+        short = max(self._together.gather(len(blocks))) - len(blocks)
+        if short:
+            with self._lock:
+                empty = self._preprocessor(self._no_ids()).buffers
+            batch.buffers = dataclasses.replace(batch.buffers, blocks=(*blocks, *[empty] * short))
+
+    def _note(self, buffers: Preprocessed) -> None:
+        statistics = buffers.statistics
+        self._record.add(statistics)
+        self._last = {
+            "ids_dropped": float(sum(statistics.dropped.values())),
+            "ids_out_of_range": float(sum(statistics.outside.values())),
+            "sample_blocks": float(len(buffers.blocks)),
+        }
+
+    def batch_of(self, batch: Prepared) -> AnyBatch:
+        """Return the batch that was prepared."""
+        return batch.batch
+
+    def runner(self, batch: Prepared, *, sizes: Mapping[str, int]) -> Runner:
+        """Return the compiled step for a batch that `program` was asked for."""
+        return self._compiler.runner(GivenBatch(batch.batch, self._activations), sizes=sizes)
+
+    def numbers(self) -> dict[str, float]:
+        """Ids that the last batch lost, and blocks it was split into."""
+        return self._last
+
+    def state(self) -> dict[str, Any]:
+        """Return limits and statistics, so that a run that goes on compiles nothing twice."""
+        limits = {
+            stack.name: [stack.held_to.max_ids, stack.held_to.max_unique, stack.buffer] for stack in self._plan.stacks
+        }
+        return {"sparsecore": {"topology": self._record.topology, "limits": limits, "record": self._record.to_json()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with limits and statistics of the same stacks on as many devices; others are found anew."""
+        found = state.get("sparsecore")
+        if not found or found["topology"] != self._record.topology or self._spec.embedding.limits.source != "fdo":
+            return
+        self._record = fdo.Record.from_json(found["record"])
+        limits = {name: Limits(max_ids=ids, max_unique=unique) for name, (ids, unique, _) in found["limits"].items()}
+        buffers = {name: slots for name, (_, _, slots) in found["limits"].items() if slots is not None}
+        self._take_limits(bounded(self._plan.with_limits(limits, buffers), self._spec.embedding.overflow))
+
+    def close(self) -> None:
+        """End the threads of preprocessing."""
+        with self._lock:
+            self._preprocessor.close()
+
+
+def stepper(parts: Parts) -> Stepper:
+    """Return the Stepper of a run."""
+    return SparseCoreStepper(parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AheadParts:
+    """What `compile_ahead` takes for a step whose tables SparseCores hold."""
+
+    train_step: Step
+    model: nn.Module
+    optimizers: Mapping[str, Optimizer]
+    batch: GivenBatch
+    batch_dims: dict[str, int]
+    around: Callable[[Any], Any]
+
+
+def ahead_parts(
+    spec: JobSpec,
+    dataset: Dataset | MultiHotDataset,
+    model: nn.Module,
+    optimizers: Mapping[str, Optimizer],
+    batch: AnyBatch,
+    cores: Cores,
+) -> AheadParts:
+    """Return a step for a slice with these SparseCores; model and batch may be on the meta device.
+
+    Raises:
+        SpecError: tables cannot be laid out, or the batch does not divide by the SparseCores.
+        DataError: there is no batch that limits could come from.
+    """
+    from twinstep.worker.embedding.sparsecore.device.around import AheadStep
+    from twinstep.worker.embedding.sparsecore.device.engine import Engine
+
+    lookups: list[Lookup] = model.lookups(batch)  # type: ignore[operator]
+    names, wanted = feature_names(lookups), spec.embedding
+    plan = planned(spec, model, batch, cores)
+    if wanted.limits.source != "given":
+        loader = Loader(dataset, spec.data, seed=spec.train.seed)
+        real = (model.lookups(loader.train_batch(number)[0]) for number in range(wanted.limits.batches))  # type: ignore[operator]
+        batches = ({name: ragged(each) for name, each in zip(names, found, strict=True)} for found in real)
+        plan = limits_from_batches(plan, batches, headroom=wanted.limits.headroom)
+    view, given = without_tables(model)
+    activations = [torch.empty(_samples(each), _dim(plan, each.table), device="meta") for each in lookups]
+
+    def around(mesh: Any) -> Any:
+        return AheadStep(Engine(plan=plan, mesh=mesh, backend="tpu"), names, pipeline=wanted.pipeline)
+
+    return AheadParts(
+        train_step=make_given_step(given, clip_norm=spec.train.clip_norm),
+        model=view,
+        optimizers={"dense": optimizers["dense"]},
+        batch=GivenBatch(batch, activations),
+        batch_dims=given_dims(len(activations)),
+        around=around,
+    )
+
+
+def given_dims(lookups: int) -> dict[str, int]:
+    """Return the position of the batch dimension by leaf of a GivenBatch."""
+    return {f"batch.{name}": at for name, at in (BATCH_DIMS | MULTI_HOT_DIMS).items()} | {
+        f"activations[{number}]": 0 for number in range(lookups)
+    }
+
+
+def feature_names(lookups: Sequence[Lookup]) -> list[str]:
+    """Return a name for each lookup: its table's; of a table's second lookup `TABLE.2`."""
+    calls: Counter[str] = Counter()
+    names = []
+    for each in lookups:
+        calls[each.table] += 1
+        names.append(each.table if calls[each.table] == 1 else f"{each.table}.{calls[each.table]}")
+    return names
+
+
+def ragged(lookup: Lookup, part: int = 0, parts: int = 1) -> Ragged:
+    """Return one of equal parts of a lookup's samples as preprocessing takes it: only ids that are there."""
+    size = len(lookup.ids) // parts
+    ids, valid = (each.numpy()[part * size : (part + 1) * size] for each in (lookup.ids, lookup.valid))
+    lengths = valid.reshape(len(valid), -1).sum(axis=1)
+    return Ragged(ids[valid], lengths)
+
+
+def planned(spec: JobSpec, model: nn.Module, batch: AnyBatch, cores: Cores | None = None) -> StackPlan:
+    """Return a spec's tables as SparseCores hold them, without limits unless it gives them.
+
+    Args:
+        spec: which optimizer, stacks and quantization.
+        model: which tables.
+        batch: any of the run's: how many samples each lookup has.
+        cores: None: one for each device of the spec's CPU.
+
+    Raises:
+        SpecError: limits or stacks name no table, or samples do not divide by the SparseCores.
+    """
+    wanted = spec.embedding
+    lookups: list[Lookup] = model.lookups(batch)  # type: ignore[operator]
+    optimizer = row_optimizer(spec.optimizers.sparse, steps=spec.train.steps, final=spec.train.lr_final)
+    collection, read = _collection(model), {each.table for each in lookups}
+    rounded = None if wanted.quantize is None else Quantization(**wanted.quantize.model_dump())
+    tables = [
+        Table(
+            name=name,
+            rows=weight.shape[0],
+            dim=weight.shape[1],
+            optimizer=optimizer,
+            quantization=rounded,
+            limits=_limits_of(spec, name),
+        )
+        for name, weight in collection.weights.items()
+        if name in read
+    ]
+    unknown = sorted(set(wanted.limits.tables) - read)
+    if unknown:
+        raise SpecError(
+            f"embedding.limits.tables names {unknown[0]!r}, which is no table of the model",
+            remedy=f"tables: {', '.join(sorted(read))}",
+        )
+    features = [
+        Feature(name=name, table=each.table, samples=_samples(each))
+        for name, each in zip(feature_names(lookups), lookups, strict=True)
+    ]
+    devices = (mesh_axes(spec) or {"data": 1})["data"]
+    how = Stacking(disable_table_stacking=wanted.disable_table_stacking, groups=wanted.stacks)
+    return plan_stacks(tables, features, cores or Cores(devices=devices, per_device=1), how)
+
+
+def bounded(plan: StackPlan, overflow: str) -> StackPlan:
+    """Return a plan whose buffers hold all that limits allow, where batches are split: no block is too large then."""
+    if overflow != "minibatch":
+        return plan
+    slots = {
+        each.name: -(-each.held_to.max_ids // 8) * 8 * plan.cores.count * plan.cores.per_device for each in plan.stacks
+    }
+    return plan.with_limits({}, slots)
+
+
+def _numbers(plan: StackPlan) -> dict[str, tuple[int, int, int]]:
+    return {each.name: (each.held_to.max_ids, each.held_to.max_unique, each.buffer or 0) for each in plan.stacks}
+
+
+def _most(plan: StackPlan, found: Sequence[Mapping[str, tuple[int, int, int]]]) -> StackPlan:
+    """Return a plan with the most of several processes' limits."""
+    most = {name: tuple(map(max, zip(*(each[name] for each in found), strict=True))) for name in found[0]}
+    limits = {name: Limits(max_ids=ids, max_unique=unique) for name, (ids, unique, _) in most.items()}
+    return plan.with_limits(limits, {name: slots for name, (_, _, slots) in most.items() if slots})
+
+
+def _limits_of(spec: JobSpec, table: str) -> Limits | None:
+    wanted = spec.embedding.limits
+    if wanted.source != "given":
+        return None
+    if table not in wanted.tables:
+        raise SpecError(
+            f"embedding.limits.tables has no limits of {table!r}",
+            remedy=f"embedding.limits.tables: {{{table}: {{max_ids: 256, max_unique: 256}}}}, or source: fdo",
+        )
+    given = wanted.tables[table]
+    return Limits(max_ids=given.max_ids, max_unique=given.max_unique)
+
+
+def _collection(model: nn.Module) -> EmbeddingCollection:
+    return next(each for each in model.modules() if isinstance(each, EmbeddingCollection))
+
+
+def _samples(lookup: Lookup) -> int:
+    return int(lookup.ids.shape[0])
+
+
+def _dim(plan: StackPlan, table: str) -> int:
+    return plan.of_table(table)[1].table.dim
