@@ -102,9 +102,8 @@ def compile_ahead(
     from twinstep.worker.compile.lower import tpu, xla  # JAX reads the environment when it is imported
 
     leaves, names, _ = batch_leaves(example_batch)
-    size = batch_size or _common_size(leaves)
+    size, mesh = batch_size or _common_size(leaves), Mesh.of_slice(target.devices)
     check_divides(size, target)
-    mesh = Mesh.of_slice(target.devices)
     options: dict[str, Any] = {"mesh": mesh, "batch_dims": batch_dims, "strategies": strategies, "ahead": True}
     chips = tpu.slice_mesh(target)
     options["around"] = engine = around and around(chips)
