@@ -107,6 +107,7 @@ def test_a_change_in_any_field_of_the_key_misses_and_has_a_reason() -> None:
         "modules": (("training", "False"),),
         "ambient": (("autocast", "torch.bfloat16"),),
         "backend": "inductor",
+        "around": (("limits of item", "8 ids"),),
         "strategies": ("Rematerialise(budget_bytes=1)",),
         "step": "0",
         "threads": 99,
