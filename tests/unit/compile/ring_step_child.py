@@ -38,7 +38,12 @@ DLRMV3 = {
 }  # fmt: skip
 DLRM = {
     "model": {"kind": "dlrm", "embedding_dim": 16, "bottom_dims": [32], "over_dims": [32], "num_cross_layers": 1},
-    "data": {"dataset": "synthetic-clicks", "synthetic_events": 1000, "batch_size": 32},
+    "data": {
+        "dataset": "synthetic-clicks",
+        "synthetic_events": 1000,
+        "batch_size": 32,
+        "synthetic": {"table_rows": [50, 8, 1000, 301], "max_ids": 3},
+    },
 }
 
 

@@ -30,7 +30,7 @@ SHIFTS = (
     "shift/4/adagrad/mod/bfloat16",
     "shift/1/sgd/mod/float32",
 )
-KERNELS = ("kernel/2/adagrad", "kernel/4/rowwise_adagrad", "kernel/8/sgd", "kernel/1/adagrad")
+KERNELS = ("kernel/2/adagrad", "kernel/4/rowwise_adagrad", "kernel/1/adagrad")
 
 
 def run(*cases: str) -> dict[str, Any]:
@@ -77,9 +77,16 @@ def test_rows_that_no_bag_names_keep_their_bits(found: dict[str, Any], case: str
 
 def test_no_device_holds_a_table_or_the_rows_of_the_batch(found: dict[str, Any]) -> None:
     sizes = found["sizes/8"]
-    assert sizes["part_of_the_table"] <= sizes["largest"] < sizes["rows_of_the_batch"] / 2 < sizes["table"]
+    assert sizes["part_of_the_table"] == sizes["largest"] < sizes["rows_of_the_batch"] < sizes["table"]
     assert sizes["permutes"] > 0
     assert sizes["others"] == 0
+
+
+@pytest.mark.slow
+def test_kernels_of_eight_devices_do_not_race() -> None:
+    errors = run("kernel/8/sgd")["kernel/8/sgd"]
+    assert not errors["races"]
+    assert max(errors["forward"], errors["tables"]) <= 1e-5
 
 
 @pytest.mark.parametrize("case", KERNELS)

@@ -143,7 +143,10 @@ class Engine:
         local = (rows // self.plan.chips, *rest)
 
         def part() -> jax.Array:
-            return jnp.full(local, value, dtype) if make is None else make().astype(dtype).reshape(local)
+            if make is None:
+                return jnp.full(local, value, dtype)
+            made = make().astype(dtype)
+            return jnp.pad(made, ((0, 0), (0, local[-1] - made.shape[1]))).reshape(local)
 
         spread_out = jax.shard_map(part, mesh=self.mesh, in_specs=(), out_specs=P(self.axis), check_vma=False)
         return jax.jit(spread_out, out_shardings=self.sharding)()
@@ -154,10 +157,10 @@ class Engine:
         number = [name for name, *_ in self.parts_of(spec)].index(part)
         per_row = self.parts_of(spec)[number][1]
         shards = self.plan.shards(spec)
-        array = np.asarray(tables[table][number].astype(jnp.float32))
-        flat = array.reshape(self.plan.chips, -1)[:, : shards.per_chip * (1 if per_row else spec.dim)]
-        flat = flat.reshape(shards.stored, -1)
-        return flat[shards.positions(np.arange(spec.rows), np)]
+        array = np.asarray(tables[table][number].astype(jnp.float32)).reshape(self.plan.chips, -1)
+        width = 1 if per_row else array.shape[1] // shards.per_chip
+        rows = array[:, : shards.per_chip * width].reshape(shards.stored, width)
+        return rows[shards.positions(np.arange(spec.rows), np), : 1 if per_row else spec.dim]
 
     def from_logical(self, table: str, part: str, values: npt.NDArray[np.float32]) -> jax.Array:
         """Return one part of a table, spread over the chips, from [rows, dim] or [rows, 1] in the order of ids.
@@ -174,11 +177,12 @@ class Engine:
                 remedy=f"the table's own shape is {list(wanted)}",
             )
         shards = self.plan.shards(spec)
-        flat = np.full((shards.stored, wanted[1]), value, np.float32)
-        flat[shards.positions(np.arange(spec.rows), np)] = values
         rows, *rest = self.stored_shape(spec, per_row)
+        width = 1 if per_row else rest[-1]
+        flat = np.full((shards.stored, width), value, np.float32)
+        flat[shards.positions(np.arange(spec.rows), np), : wanted[1]] = values
         full = np.full((self.plan.chips, rows // self.plan.chips * int(np.prod(rest))), value, np.float32)
-        full[:, : shards.per_chip * wanted[1]] = flat.reshape(self.plan.chips, -1)
+        full[:, : shards.per_chip * width] = flat.reshape(self.plan.chips, -1)
         return jax.device_put(jnp.asarray(full.reshape(rows, *rest), dtype), self.sharding)
 
     # The step
@@ -200,7 +204,7 @@ class Engine:
             found = look_up(weights, [each.rows for each in asked], self.ring)
             out: dict[str, jax.Array] = {}
             for table, rows, each in zip(self.plan.tables, found, asked, strict=True):
-                by_id = spread(rows.reshape(rows.shape[0], table.dim).astype(jnp.float32), each)
+                by_id = spread(rows.reshape(rows.shape[0], -1)[:, : table.dim].astype(jnp.float32), each)
                 for feature, part in self._apart(table, by_id, inputs):
                     gains = _gains(inputs[feature.name], table.rows, table.combiner)
                     out[feature.name] = jnp.sum(part * gains[..., None], axis=1)
@@ -232,11 +236,14 @@ class Engine:
                     for f in self.plan.features_of(table)
                 ]
                 flat = jnp.concatenate([part.reshape(-1, table.dim) for part in parts])
-                sums.append((add_up(flat, each),))
+                added = add_up(flat, each)
+                if self.form == "kernel":
+                    added = jnp.pad(added, ((0, 0), (0, self.stored_shape(table, False)[-1] - table.dim)))
+                sums.append((added,))
             stored = [self.plan.shards(table).stored for table in self.plan.tables]
             loads, sums = totals([each.rows for each in asked], sums, stored, self.ring)
             numbers = [rules.step_numbers(_optimizer(table), step) for table in self.plan.tables]
-            steps = [_rule(_optimizer(table)) for table in self.plan.tables]
+            steps = [_rule(_optimizer(table), table.dim) for table in self.plan.tables]
             states = [tables[table.name] for table in self.plan.tables]
             bring_home = shift.bring_home
             if self.form == "kernel":
@@ -296,12 +303,12 @@ def _gains(bags: Bags, rows: int, combiner: Combiner) -> jax.Array:
     return jnp.where(valid, weights / jnp.where(total == 0, 1.0, total), 0.0)
 
 
-def _rule(optimizer: RowOptimizer) -> shift.Rule:
-    """Return an optimizer's step for k rows: float32 arithmetic, whatever the rows are stored in."""
+def _rule(optimizer: RowOptimizer, dim: int) -> shift.Rule:
+    """Return an optimizer's step for k rows of D columns: float32 arithmetic, whatever the rows are stored in."""
 
     def rule(sums: Values, state: Values, numbers: Values) -> Values:
         weights, *slots = state
-        new, kept = rules.updated(optimizer, sums[0], weights.astype(jnp.float32), tuple(slots), numbers)
+        new, kept = rules.updated(optimizer, sums[0], weights.astype(jnp.float32), tuple(slots), numbers, dim)
         return (new, *kept)
 
     return rule

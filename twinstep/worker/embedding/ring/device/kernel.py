@@ -1,8 +1,8 @@
-"""The ring as Pallas kernels for TPUs: slots go from chip to chip by remote DMA, rows by one DMA each.
+"""The ring as Pallas kernels for TPUs: a row is one DMA, and on the way to whoever asked slots travel by remote DMA.
 
 The other form of `shift.py`'s two functions, with the same numbers. Slots ascend by position, so those of one chip's
-rows stand side by side, and a chip touches no others. Tables stay in HBM as [R, 1, D], so that a row is a tile's own;
-one number a row is held [R / 128, 1, 128], and in VMEM while a kernel runs.
+rows stand side by side, and a chip touches no others. Tables stay in HBM as [R, 1, D], D a multiple of 128, so that a
+row is a tile's own; one number a row is held [R / 128, 1, 128], and in VMEM while a kernel runs.
 
 # Shapes as in `legs.py` and `rows.py`.
 """
@@ -19,13 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from twinstep.worker.embedding.ring.device.legs import LANES, Leg, Road, between, copy, legs_of
+from twinstep.worker.embedding.ring.device.legs import LANES, Leg, Road, between, copy, legs_of, own_slots
 from twinstep.worker.embedding.ring.device.rows import Load, Ring, Values, along
 from twinstep.worker.embedding.ring.device.shift import Rule
 
 GROUP = 8  # rows that are updated at once
 LINES_LIMIT = 24 << 20  # bytes of VMEM for what is one number a row
-LOOK_UP_ID, BRING_HOME_ID = 11, 12  # of barriers, which kernels of other kinds must not share
+BARRIER = 11  # its number, which kernels of other kinds must not share
 
 
 def why_not(dim: int, dtype: str, per_row: Sequence[bool] = (), rows: int = 0) -> str | None:
@@ -49,7 +49,7 @@ def why_not(dim: int, dtype: str, per_row: Sequence[bool] = (), rows: int = 0) -
 
 def stored_shape(rows: int, chips: int, dim: int, *, per_row: bool) -> tuple[int, int, int]:
     """Return the shape over all chips of a part of a table with R rows on each."""
-    return (chips * -(-rows // LANES), 1, LANES) if per_row else (chips * rows, 1, dim)
+    return (chips * -(-rows // LANES), 1, LANES) if per_row else (chips * rows, 1, -(-dim // LANES) * LANES)
 
 
 def _hbm(count: int) -> list[pl.BlockSpec]:
@@ -123,12 +123,10 @@ class _Travel:
         )
 
     def own(self, number: int, place: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
-        """Read a leg's header; return the bounds of this chip's slots, and what gives a slot's local row."""
+        """Read a leg's header; return what `own_slots` does."""
         leg = self.legs[number]
-        header = self.read.at[:, pl.ds(0, leg.header)] if leg.header < self.read.shape[1] else self.read
-        copy(self.headers[number].at[place], header, self.local)
-        me, read = self.road.me, self.read
-        return read[0, me], read[0, me + 1], lambda i: read[0, leg.ids_at + i] - me * leg.rows
+        copy(self.headers[number].at[place], self.read.at[:, pl.ds(0, leg.header)], self.local)
+        return own_slots(leg, self.read, self.road.me)
 
 
 def look_up(
@@ -147,9 +145,7 @@ def look_up(
             *(_shape((2, *shape), dtype) for shape, dtype in zip(wide, dtypes, strict=True)),
         ],
         scratch_shapes=_ways(legs),
-        compiler_params=pltpu.CompilerParams(
-            collective_id=LOOK_UP_ID if ring.chips > 1 else None, has_side_effects=True
-        ),
+        compiler_params=pltpu.CompilerParams(collective_id=BARRIER if ring.chips > 1 else None, has_side_effects=True),
         interpret=interpret,
         name="ring_look_up",
     )
@@ -234,35 +230,38 @@ def bring_home(
 ) -> list[Values]:
     """`shift.bring_home` of states [R, 1, D], or [R / 128, 1, 128] where they are one number a row; one sum a table.
 
+    Here `ppermute` hands slots on, while a kernel updates the rows of those that are there: XLA copies what a kernel
+    with remote DMA writes in place, and that would be the table.
+
     Args:
         per_row: of each state of each table, whether it is one number a row; the first, the table itself, is not.
     """
     legs = legs_of([each.rows.shape[0] for each in loads], [each[0].shape[0] for each in states], ring.chips)
-    flat_states = [each for state in states for each in state]
+    headers = [leg.header_of(*loads[leg.table]) for leg in legs]
     parts = [
         lax.slice_in_dim(sums[leg.table][0], leg.first, leg.first + leg.count).reshape(leg.count, 1, -1) for leg in legs
     ]
     scalars = [jnp.asarray(each, jnp.float32).reshape(1) for each in jax.tree.leaves(list(numbers))]
     packed = jnp.concatenate([*scalars, jnp.zeros(1, jnp.float32)])
+    flat = [each for state in states for each in state]
     update = _Update(legs, ring, per_row, rules, [len(each) for each in numbers])
     first = 2 * len(legs) + 1
     call = pl.pallas_call(
         update.run,
-        in_specs=[*_hbm(2 * len(legs)), pl.BlockSpec(memory_space=pltpu.SMEM), *_hbm(len(flat_states))],
-        out_specs=_hbm(len(flat_states) + len(legs)),
-        out_shape=[
-            *(_shape(each.shape, each.dtype) for each in flat_states),
-            *(_shape((2, *part.shape), part.dtype) for part in parts),
-        ],
-        scratch_shapes=[_ways(legs), *update.scratch(flat_states, parts)],
-        input_output_aliases={first + number: number for number in range(len(flat_states))},
-        compiler_params=pltpu.CompilerParams(
-            collective_id=BRING_HOME_ID if ring.chips > 1 else None, has_side_effects=True
-        ),
+        in_specs=[*_hbm(2 * len(legs)), pl.BlockSpec(memory_space=pltpu.SMEM), *_hbm(len(flat))],
+        out_specs=_hbm(len(flat)),
+        out_shape=[_shape(each.shape, each.dtype) for each in flat],
+        scratch_shapes=update.scratch(flat, parts),
+        input_output_aliases={first + number: number for number in range(len(flat))},
         interpret=interpret,
-        name="ring_bring_home",
+        name="ring_update",
     )
-    new = call(*(leg.header_of(*loads[leg.table]) for leg in legs), *parts, packed, *flat_states)
+
+    def hop(_: Any, carried: Any) -> Any:
+        flat, moving = carried
+        return list(call(*moving[0], *moving[1], packed, *flat)), ring.hand_on(moving)
+
+    new, _ = lax.fori_loop(0, ring.chips, hop, (flat, (headers, parts)))
     out, start = [], 0
     for state in states:
         out.append(tuple(new[start : start + len(state)]))
@@ -271,7 +270,7 @@ def bring_home(
 
 
 class _Update:
-    """The kernel that brings gradients home and makes the optimizer's step for each row."""
+    """The kernel that makes the optimizer's step for each row of this chip that stands in a slot."""
 
     def __init__(
         self,
@@ -294,66 +293,38 @@ class _Update:
             rows.append(pltpu.VMEM((GROUP, 1, state.shape[2]), state.dtype))
             lines.append(pltpu.VMEM(state.shape if by_row else (1, 1, LANES), state.dtype))
         sums = [pltpu.VMEM((GROUP, *part.shape[1:]), part.dtype) for part in parts]
-        return [rows, lines, sums]
+        header = pltpu.SMEM((1, max(leg.header for leg in self._legs)), jnp.int32)
+        return [header, pltpu.SemaphoreType.DMA(()), rows, lines, sums]
 
     def run(self, *refs: Any) -> None:
         """Be the kernel."""
         count, num_states = len(self._legs), len(self._by_row)
-        headers, given, refs = refs[:count], refs[count : 2 * count], refs[2 * count :]
-        self._numbers, refs = refs[0], refs[1 + num_states :]
-        self._states, places = refs[:num_states], refs[num_states : num_states + count]
-        ways, self._rows, self._lines, self._sums = refs[num_states + count :]
-        self._travel = travel = _Travel(self._legs, self._ring, ways, places)
-        for number in range(count):
-            copy(given[number], places[number].at[0], travel.local)
-        by_row = [number for number, flag in enumerate(self._by_row) if flag]
-        for number in by_row:
-            copy(self._states[number], self._lines[number], travel.local)
-        travel.begin(headers)
-        between(0, self._ring.chips, self._hop)
-        for number in by_row:
-            copy(self._lines[number], self._states[number], travel.local)
+        headers, self._slots, self._numbers = refs[:count], refs[count : 2 * count], refs[2 * count]
+        refs = refs[2 * count + 1 + num_states :]  # what comes in is what goes out
+        self._states, (read, self._local, self._rows, self._lines, self._sums) = refs[:num_states], refs[num_states:]
+        me = self._ring.me()
+        for number, leg in enumerate(self._legs):
+            copy(headers[number], read.at[:, pl.ds(0, leg.header)], self._local)
+            self._work(number, *own_slots(leg, read, me))
 
-    def _hop(self, k: Any) -> None:
-        place, chips, travel = lax.rem(k, 2), self._ring.chips, self._travel
-        for number in range(len(self._legs)):
-
-            @pl.when(k > 0)
-            def _(number: int = number) -> None:
-                travel.wait_arrived(number, place)
-
-            @pl.when((k > 0) & (k < chips - 1))
-            def _(number: int = number) -> None:
-                travel.wait_free(number)
-
-            @pl.when(k < chips - 1)
-            def _(number: int = number) -> None:
-                travel.send(number, place)
-
-            self._work(number, place)
-
-            @pl.when(k < chips - 1)
-            def _(number: int = number) -> None:
-                travel.wait_sent(number, place)
-
-            @pl.when(k < chips - 2)
-            def _(number: int = number) -> None:
-                travel.tell_free(number)
-
-    def _work(self, number: int, place: Any) -> None:
+    def _work(self, number: int, start: Any, stop: Any, row: Callable[[Any], Any]) -> None:
         """Update this chip's rows among a leg's slots, in groups."""
-        start, stop, row = self._travel.own(number, place)
+        by_row = [each for each in self._mine[self._legs[number].table] if self._by_row[each]]
 
-        def group(index: Any) -> None:
-            self._group(number, place, start + index * GROUP, stop, row)
+        @pl.when(stop > start)
+        def _() -> None:
+            for each in by_row:
+                copy(self._states[each], self._lines[each], self._local)
+            groups = pl.cdiv(stop - start, GROUP)
+            between(0, groups, lambda index: self._group(number, start + index * GROUP, stop, row))
+            for each in by_row:
+                copy(self._lines[each], self._states[each], self._local)
 
-        between(0, pl.cdiv(stop - start, GROUP), group)
-
-    def _group(self, number: int, place: Any, start: Any, stop: Any, row: Callable[[Any], Any]) -> None:
+    def _group(self, number: int, start: Any, stop: Any, row: Callable[[Any], Any]) -> None:
         mine = self._mine[self._legs[number].table]
         wide = [each for each in mine if not self._by_row[each]]
         narrow = [each for each in mine if self._by_row[each]]
-        slots, local = self._travel.places[number].at[place], self._travel.local
+        slots, local = self._slots[number], self._local
 
         def moving(source: Any, i: Any, target: Any, j: Any) -> Any:
             return pltpu.make_async_copy(source.at[pl.ds(i, 1)], target.at[pl.ds(j, 1)], local)

@@ -8,7 +8,7 @@ two places, one to stand in and one to arrive at. A chip tells the chip before i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,17 @@ class Road:
     def free(self, semaphore: Any) -> None:
         """Tell the chip before that a place is free."""
         pl.semaphore_signal(semaphore, 1, device_id=self.left, device_id_type=pl.DeviceIdType.MESH)
+
+
+def own_slots(leg: Leg, header: Any, me: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """Return the bounds of the slots of one chip's rows, and what gives a slot's local row, below 0 if it is gone.
+
+    Args:
+        leg: whose header was read.
+        header: in SMEM, [1, H] or more.
+        me: the chip.
+    """
+    return header[0, me], header[0, me + 1], lambda i: header[0, leg.ids_at + i] - me * leg.rows
 
 
 def copy(source: Any, target: Any, semaphore: Any) -> None:
