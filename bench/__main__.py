@@ -39,6 +39,7 @@ class Bench:
 BENCHES = {
     "step": Bench("bench.step", "one DLRMv3 train step: eager, torch.compile, ours on Inductor and on XLA"),
     "recompile": Bench("bench.recompile", "until a step has run: cold, warm start, a shape seen before"),
+    "depth": Bench("bench.depth", "compiling DLRMv3's step with 2 to 20 layers, folded into one and not"),
     "attention": Bench("bench.attention", "HSTU attention on uneven rows: the jagged operator over padded dense"),
     "tpu": Bench("bench.tpu", "DLRMv3's step compiled for TPU slices by the TPU compiler: seconds, memory, traffic"),
     "preflight": Bench("bench.preflight", "a device's memory: the analytic model against the TPU compiler's report"),

@@ -5,7 +5,7 @@ The children of the benchmarks import it; it loads torch, so the parent never do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from twinstep.spec.job import JobSpec
 from twinstep.worker.compile.events import CompileEvent
 from twinstep.worker.compile.lifted import BackendName
 from twinstep.worker.compile.step_compiler import StepCompiler
+from twinstep.worker.compile.strategies import Strategy
 from twinstep.worker.data.batch import Batch
 from twinstep.worker.data.datasets import Dataset, load_dataset
 from twinstep.worker.data.loader import Loader
@@ -48,7 +49,12 @@ class Subject:
         return [cast(Batch, loader.train_batch(number)[0]) for number in range(count)]
 
     def compiler(
-        self, backend: str, *, cache_dir: Path | None, on_event: Callable[[CompileEvent], None] | None = None
+        self,
+        backend: str,
+        *,
+        cache_dir: Path | None,
+        on_event: Callable[[CompileEvent], None] | None = None,
+        strategies: Sequence[Strategy] | None = None,
     ) -> StepCompiler:
         """Return the job's step on one of our backends."""
         return StepCompiler(
@@ -58,4 +64,5 @@ class Subject:
             backend=cast(BackendName, backend),
             cache_dir=cache_dir,
             on_event=on_event,
+            strategies=strategies,
         )

@@ -2,8 +2,9 @@
 
 Commands live in `up.py` (a control plane), `here.py` (this machine: train, validate, schema), `preflight.py` (will it
 fit, how fast, which tables where), `parity.py` (compare the backends here), `explain.py` (what the compiler does),
-`data.py` (histories and token budgets), `tables.py` (tables on SparseCores), `inference.py` (export, score), `jobs.py`
-and `attempts.py` (ask the control plane), `cluster.py` (topologies, render) and `models.py` (what there is to train).
+`data.py` (histories and token budgets), `tables.py` (tables on SparseCores), `cache.py` (compiled programs on disk),
+`inference.py` (export, score), `jobs.py` and `attempts.py` (ask the control plane), `cluster.py` (topologies, render)
+and `models.py` (what there is to train).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import typer
 
 from twinstep.cli import (
     attempts,
+    cache,
     cluster,
     credentials,
     data,
@@ -95,6 +97,7 @@ explain.register(app)
 data.register(app)
 tables.register(app)
 inference.register(app)
+cache.register(app)
 models.register(app)
 webhooks.register(app)
 users.register(app)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import attention, loader, preprocess, quality, recompile, sides, sparse, step, table_size
+from bench import attention, depth, loader, preprocess, quality, recompile, sides, sparse, step, table_size
 from bench.measure import as_line
 from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
@@ -155,6 +155,18 @@ def test_step_runs_with_every_variant_and_they_agree() -> None:
     assert found["equal"]
     assert set(found["ratios"]) == {"eager/inductor", "torch_compile/inductor", "eager/xla"}
     assert set(found["peak_mib"]) == set(step.VARIANTS)
+
+
+def test_depth_gives_the_seconds_of_each_depth_apart() -> None:
+    said: list[str] = []
+    found = depth.run(depth.Size(spec=TINY, depths={"xla": (1, 2)}), say=said.append)
+    check(found)
+    assert said == ["xla, 1 layers", "xla, 2 layers"]
+    one, two = found["sides"]["xla"].values()
+    assert one["nodes"] < two["nodes"]
+    assert one["seconds"] == pytest.approx(one["capture_s"] + one["lower_s"], rel=1e-3)
+    assert found["ratios"]["xla"]["seconds"] == pytest.approx(two["seconds"] / one["seconds"], rel=1e-2)
+    assert "capture s" in shown(depth.table(found))
 
 
 @pytest.mark.bench

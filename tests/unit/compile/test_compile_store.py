@@ -44,7 +44,7 @@ def test_foreign_bytes_are_a_miss(content: bytes) -> None:
     assert unpack(content, KEY) is None
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
 @given(parts=st.dictionaries(st.text(max_size=8), st.binary(max_size=64), max_size=4), key=st.text(max_size=64))
 def test_any_parts_come_back_as_they_were(parts: dict[str, bytes], key: str, tmp_path: Path) -> None:
     store = ProgramStore(tmp_path / "cache" / "programs")

@@ -138,14 +138,14 @@ from twinstep.worker.compile.lower import pallas_attention as kernels
 from twinstep.worker.compile.lower.tpu import AXIS, slice_mesh
 from twinstep.worker.ops.hstu_attention import AttentionRule
 
-for topology, B, S, H, A, V, dtype in {cases}:
+for topology, B, S, H, A, V, dtype, rule in {cases}:
     mesh = slice_mesh(parse_slice(topology))
     rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((AXIS,), ()))
     def array(*shape, dtype=jnp.int32, sharding=rows):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     def both(grad, *rest):
         with kernels.over(mesh, rows=AXIS):
-            options = (AttentionRule(8, contextual_len=2, window=9), 0.1)
+            options = (AttentionRule(*rule), 0.1)
             return kernels.spread_forward(*rest, *options), kernels.spread_backward(grad, *rest, *options)
     B = B * len(mesh.devices)
     q, v = array(B, S, H, A, dtype=dtype), array(B, S, H, V, dtype=dtype)
@@ -161,11 +161,16 @@ print("compiled")
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_the_tpu_compiler_takes_both_kernels_for_each_generation_and_moves_nothing_between_devices() -> None:
+    plain, windowed = (8,), (8, 2, 9)  # the fields of an AttentionRule: targets, contextual, window, …
+    open_end, in_order = (8, 0, 9, True, 4), (8, 2, 9, False, 4)
     cases = [
-        ("v5p:2x2x1", 2, 42, 2, 32, 32, "float32"),
-        ("v5p:2x2x1", 1, 1034, 1, 128, 128, "float32"),
-        ("v6e:2x2", 2, 300, 2, 128, 128, "bfloat16"),
-        ("v7x:2x2x1", 2, 300, 2, 64, 32, "float32"),
+        ("v5p:2x2x1", 2, 42, 2, 32, 32, "float32", windowed),
+        ("v5p:2x2x1", 1, 1034, 1, 128, 128, "float32", open_end),
+        ("v5p:2x2x1", 1, 520, 4, 128, 128, "bfloat16", plain),
+        ("v6e:2x2", 2, 300, 2, 128, 128, "bfloat16", windowed),
+        ("v6e:2x2", 1, 8202, 1, 128, 128, "float32", plain),
+        ("v7x:2x2x1", 2, 300, 2, 64, 32, "float32", in_order),
+        ("v7x:2x2x1", 1, 1034, 2, 128, 128, "bfloat16", open_end),
     ]
     done = subprocess.run(
         [sys.executable, "-c", _COMPILE.replace("{cases}", repr(cases))],

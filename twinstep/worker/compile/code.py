@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from twinstep.worker.compile.up_to_date import GETSTATE
+
 FRAMEWORKS = frozenset({"torch", "numpy", "jax", "jaxlib", "torchax", "triton", "sympy"})
 """Packages that count by name and version."""
 
@@ -215,8 +217,9 @@ class Reach:
         if id(module) in self._own:
             return
         for name, value in vars(module).items():
-            self._add(name)
-            self._visit(value, f"{path}.{name}", depth - 1)
+            if name != GETSTATE:  # of another compiled model: no part of what it computes
+                self._add(name)
+                self._visit(value, f"{path}.{name}", depth - 1)
 
     def _code(self, code: types.CodeType) -> None:
         self._sum.update(code.co_code)

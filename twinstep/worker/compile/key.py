@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from twinstep.worker.compile.code import plain
 from twinstep.worker.compile.state import TrainState
+from twinstep.worker.compile.up_to_date import GETSTATE
 
 Shape = tuple[int, ...]
 TensorInfo = tuple[str, Shape, str]
@@ -162,9 +163,9 @@ def module_settings(model: nn.Module) -> tuple[tuple[str, str], ...]:
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SIMPLE = (bool, int, float)
 
-OWN_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights", "_flat_weight_refs"}
+OWN_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights", "_flat_weight_refs", GETSTATE}
 """Attributes every module has: registries of parameters, buffers, hooks and children; and the second list that
-recurrent modules keep of their parameters."""
+recurrent modules keep of their parameters; and what we hang on a module, see `up_to_date.py`."""
 
 
 def ambient() -> tuple[tuple[str, str], ...]:

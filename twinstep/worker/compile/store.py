@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -52,7 +53,7 @@ class ProgramStore:
             return None
         path = self._path(key)
         try:
-            content = _read(path)
+            content = read_file(path)
         except OSError:
             return None
         parts = unpack(content, key)
@@ -84,7 +85,7 @@ class ProgramStore:
     def read(self, path: Path) -> dict[str, bytes] | None:
         """Return the parts of one of `entries`, whatever its key, or None: it cannot be trusted."""
         try:
-            content = _read(path)
+            content = read_file(path)
         except OSError:
             return None
         key = _key_of(content)
@@ -120,7 +121,7 @@ class ProgramStore:
         return sorted(found, key=lambda each: each[2])
 
     def _path(self, key: str) -> Path:
-        return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()}.program"
+        return self.directory / file_name(key)
 
     def _make_room(self, *, keep: Path) -> None:
         entries = self.entries()
@@ -128,15 +129,9 @@ class ProgramStore:
         for path, size, _ in entries:
             if total <= self._max_bytes:
                 break
-            if path != keep:
-                for each in (path, path.with_suffix(".lock")):
-                    with contextlib.suppress(OSError):
-                        each.unlink()
+            if path != keep and remove(path):
                 total -= size
-        with contextlib.suppress(OSError):
-            for path in self.directory.glob("*.part"):
-                if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                    path.unlink()
+        sweep(self.directory)
 
     def _usable(self, *, make: bool = False) -> bool:
         try:
@@ -144,7 +139,7 @@ class ProgramStore:
                 self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.directory.mkdir(mode=0o700, exist_ok=True)
             for each in (self.directory, self.directory.parent):
-                if (problem := _not_private(each.stat())) is not None:
+                if (problem := not_private(each.stat())) is not None:
                     self._say(f"programs in {self.directory} are not used: {each} {problem}")
                     return False
         except FileNotFoundError:
@@ -195,14 +190,82 @@ def _key_of(content: bytes) -> str | None:
         return None
 
 
-def _read(path: Path) -> bytes:
+def read_header(path: Path) -> dict[str, Any] | None:
+    """Return an entry's header, `{"key": …, "parts": [[name, bytes, SHA-256], …]}`, without reading its parts.
+
+    None: it is no entry of this format, its header is damaged, or bytes are missing or too many.
+
+    Raises:
+        OSError: it cannot be read, is a link, or is not the user's own.
+    """
+    with _open(path) as file:
+        head = file.read(_HEAD)
+        if len(head) < _HEAD or head[: len(MAGIC) + 2] != MAGIC + FORMAT.to_bytes(2, "big"):
+            return None
+        size, there = int.from_bytes(head[-8:], "big"), os.fstat(file.fileno()).st_size
+        if size > there:
+            return None
+        head += file.read(size)
+        if file.read(_SUM) != hashlib.sha256(head).digest():
+            return None
+    header: dict[str, Any] = json.loads(head[_HEAD:])
+    return header if len(head) + _SUM + sum(part for _, part, _ in header["parts"]) == there else None
+
+
+def file_name(key: str) -> str:
+    """Return the name of the file that an entry of `key` lies in."""
+    return f"{hashlib.sha256(key.encode()).hexdigest()}.program"
+
+
+def remove(path: Path) -> bool:
+    """Remove an entry, and its lock where nobody holds it; return whether the entry is gone.
+
+    A process that has the file open reads on; one that asks later compiles. Whoever waits for the lock in the moment it
+    goes may compile beside another that took it anew: slow, not wrong.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    _remove_lock(path.with_suffix(".lock"))
+    return True
+
+
+def sweep(directory: Path) -> None:
+    """Remove what processes left that were killed while they wrote, and locks of entries that are gone."""
+    with contextlib.suppress(OSError):
+        for path in directory.glob("*.part"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                    path.unlink()
+        for path in directory.glob("*.lock"):
+            with contextlib.suppress(OSError):
+                old = time.time() - path.stat().st_mtime > STALE_SECONDS
+                if old and not path.with_suffix(".program").exists():
+                    _remove_lock(path)
+
+
+def _remove_lock(path: Path) -> None:
+    with contextlib.suppress(OSError, Timeout, NotImplementedError):
+        if path.exists():
+            with FileLock(path, timeout=0, mode=0o600):
+                path.unlink()
+
+
+def read_file(path: Path) -> bytes:
     """Return a file's bytes; a link, or a file that someone else owns or may write to, is an OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with _open(path) as file:
+        return file.read()
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or _not_private(status) is not None:
+        if not stat.S_ISREG(status.st_mode) or not_private(status) is not None:
             raise PermissionError(f"{path} is not the user's own file")
-        return file.read()
+        yield file
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -220,7 +283,7 @@ def _write(path: Path, content: bytes) -> None:
         raise
 
 
-def _not_private(status: os.stat_result) -> str | None:
+def not_private(status: os.stat_result) -> str | None:
     """Say why somebody else could have written here; None: nobody could."""
     if status.st_uid != os.geteuid():
         return f"belongs to another user (id {status.st_uid})"

@@ -171,5 +171,10 @@ def cache_directory(spec: JobSpec) -> Path | None:
         return None  # a program of several processes is one process's part, and no other's
     if spec.compile.cache_dir is not None:
         return Path(spec.compile.cache_dir).expanduser()
+    return users_cache()
+
+
+def users_cache() -> Path:
+    """Return the directory of the compile cache where a spec names none."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "twinstep"
