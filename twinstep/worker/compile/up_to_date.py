@@ -58,7 +58,8 @@ class StateOf:
     def __call__(self) -> Any:
         self._hook()
         owner = self._owner()
-        state = type(owner).__getstate__(owner)
+        kind: Any = type(owner)
+        state = kind.__getstate__(owner)
         if isinstance(state, tuple):  # of a class with slots: attributes, and what is in the slots
             return (_without_own(state[0]), *state[1:])
         return _without_own(state)

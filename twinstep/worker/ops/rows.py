@@ -3,15 +3,26 @@
 Shapes are fixed, so that a compiled step holds them: `n` ids have `n` slots, whatever they repeat. The slots in use
 come first, their rows ascend; a slot that is left over holds a row past the table's end, where nothing is written.
 
-The CPU and CUDA kernels are ATen's; `compile/lower` has what XLA runs. Ids outside of the table get no slot.
+On a CPU `rows_kernel.py` runs them, elsewhere, and where it cannot be built, ATen; `compile/lower` has what XLA runs.
+Ids outside of the table get no slot.
 """
 
 # Shapes: n ids, V rows of a table, D whatever a row holds, flat.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
+
+from twinstep.worker.ops import rows_kernel
+
+
+def _kernels(*tensors: Tensor) -> ctypes.CDLL | None:
+    """Return the CPU kernels if they take these tensors."""
+    plain = all(each.device.type == "cpu" and each.is_contiguous() for each in tensors)
+    return rows_kernel.library() if plain else None
 
 
 @torch.library.custom_op("twinstep::unique_rows", mutates_args=())
@@ -27,6 +38,8 @@ def unique_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         order: [n] int64; positions of the ids, those of one slot side by side, in the order they were given.
         offsets: [n + 1] int64; slot s has order[offsets[s]:offsets[s + 1]]; slots left over have none.
     """
+    if ids.dtype is torch.int64 and (found := _kernels(ids)) is not None:
+        return rows_kernel.unique(found, ids, num_rows)
     count = ids.shape[0]
     inside = (ids >= 0) & (ids < num_rows)
     # 32 bits, where they do, sort in half the time.
@@ -61,10 +74,13 @@ def sum_rows(values: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
     Returns:
         [n, D]; zeros in slots left over.
     """
+    values = values.contiguous()
+    if values.dtype is torch.float32 and (found := _kernels(values, order, offsets)) is not None:
+        return rows_kernel.add_up(found, values, order, offsets)
     # A bag per slot: gathers and adds in one pass, in parallel over slots and in one order, hence repeatable.
-    bags: Tensor = torch.ops.aten._embedding_bag_forward_only(
-        values.contiguous(), order, offsets, False, 0, False, None, True, -1
-    )[0]
+    bags: Tensor = torch.ops.aten._embedding_bag_forward_only(values, order, offsets, False, 0, False, None, True, -1)[
+        0
+    ]
     return bags
 
 
@@ -82,6 +98,10 @@ def write_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
         rows: [n] int64, from `unique_rows`; those of V and more are passed over.
         values: [n, …], the whole new rows.
     """
+    values = values.contiguous()
+    if table.dtype is values.dtype and (found := _kernels(table, rows)) is not None:
+        rows_kernel.write(found, table, rows, values)
+        return
     if table.device.type == "cpu":
         used = int((rows < table.shape[0]).sum())
         table.index_put_((rows[:used],), values[:used])

@@ -30,7 +30,7 @@ from twinstep.worker.compile.accumulation import Left
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.around import Around
 from twinstep.worker.compile.capture import Captured
-from twinstep.worker.compile.lower import xla_attention_cpu
+from twinstep.worker.compile.lower import xla_attention_cpu, xla_rows_cpu
 from twinstep.worker.compile.lower.bags import BAGS
 from twinstep.worker.compile.lower.layout import Layout, Specs, add_rows
 from twinstep.worker.compile.lower.memory import give_back, keep_freed_memory
@@ -46,6 +46,7 @@ from twinstep.worker.compile.program import Collect
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import FusedAttention, Rematerialise
 from twinstep.worker.compile.up_to_date import keep_up_to_date, let_go
+from twinstep.worker.ops.rows import UNIQUE_ROWS
 
 INT32 = torch.iinfo(torch.int32)
 
@@ -125,7 +126,7 @@ class XlaBackend:
         cache_dir = None if jax.default_backend() == "cpu" else self._cache_dir
         before = _cache_entries(cache_dir)
         try:
-            with _cache_at(cache_dir), warnings.catch_warnings():
+            with _cache_at(cache_dir), warnings.catch_warnings(), xla_rows_cpu.on_one_cpu(self._on_one_cpu):
                 warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit: checked in _to_jax
                 lowered = jax.jit(
                     function,
@@ -151,7 +152,13 @@ class XlaBackend:
             batch_specs,
             from_cache=cached,
             attention=_attention_widths(captured.graph),
+            rows=self._on_one_cpu and bool(captured.graph.graph.find_nodes(op="call_function", target=UNIQUE_ROWS)),
         )
+
+    @property
+    def _on_one_cpu(self) -> bool:
+        devices = self.layout.devices()
+        return len(devices) == 1 and devices[0].platform == "cpu"
 
     def save(self, program: XlaProgram) -> dict[str, bytes] | None:
         """Return the parts `load` makes the program of in another process; None: this XLA cannot write it out."""
@@ -159,7 +166,8 @@ class XlaBackend:
             return None
         places = (self.layout.state, self.layout.extra, program.batch_specs)
         try:
-            return parts_of(program.compiled, program.dtypes, places, program.attention)
+            parts = parts_of(program.compiled, program.dtypes, places, program.attention)
+            return parts | {"rows": json.dumps(program.rows).encode()}
         except Exception:  # XLA's own errors, by backend; the step is compiled again then
             return None
 
@@ -169,6 +177,9 @@ class XlaBackend:
         for widths in attention:
             if not xla_attention_cpu.register(*widths):
                 raise CompileError("no kernel for this program's attention", remedy="it is compiled again")
+        rows = bool(json.loads(parts.get("rows", b"false")))  # what was made for a TPU has none
+        if rows and not xla_rows_cpu.register():
+            raise CompileError("no kernels for this program's tables", remedy="it is compiled again")
         content, taken, given = pickle.loads(parts["executable"])  # noqa: S301  the store has checked owner and sums
         compiled = serialize_executable.deserialize_and_load(
             content, taken, given, execution_devices=self.layout.devices()
@@ -179,7 +190,9 @@ class XlaBackend:
         if not self.arrays:
             self.push()
         self.key = self.layout.everywhere(self.key)
-        return XlaProgram(self, compiled, dtypes, constants, batch_specs, from_cache=True, attention=attention)
+        return XlaProgram(
+            self, compiled, dtypes, constants, batch_specs, from_cache=True, attention=attention, rows=rows
+        )
 
     def push(self) -> None:
         """Bring everything from the live tensors to the device, or devices once it is known which goes where."""
@@ -285,6 +298,7 @@ class XlaProgram:
         *,
         from_cache: bool,
         attention: list[list[int]],
+        rows: bool = False,
     ) -> None:
         self.compiled = compiled
         self.batch_specs = batch_specs
@@ -292,6 +306,8 @@ class XlaProgram:
         self.from_cache = from_cache
         self.attention = attention
         """Head widths of the attention kernels that the program calls: they must be registered before it is loaded."""
+        self.rows = rows
+        """Whether it calls the kernels for rows of tables: so must they."""
         self._backend = backend
         self._constants = constants
         self._versions: list[int] = []
