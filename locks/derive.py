@@ -33,18 +33,43 @@ class Image:
     without: tuple[str, ...] = ()
     """Names that no requirement brings in: others of the image do their work, or nothing calls them there."""
     instead: Mapping[str, str] = field(default_factory=dict)
-    """Name → the line that stands for it."""
+    """Name → the name of the distribution that stands for it, at the same version."""
     further: tuple[str, ...] = ()
     """Lines that the full lock has not."""
 
+
+# What torch's CUDA build names and its CPU build does not. Where torch moves, ask pip anew, from an index whose torch is
+# the CUDA build: pip install --dry-run --report FILE torch==NEW
+CUDA_OF = "torch==2.13.0"
+CUDA = (
+    "cuda-bindings==13.5.0",
+    "cuda-pathfinder==1.9.1",
+    "cuda-toolkit==13.0.3.0",
+    "nvidia-cublas==13.1.1.3",
+    "nvidia-cuda-cupti==13.0.85",
+    "nvidia-cuda-nvrtc==13.0.88",
+    "nvidia-cuda-runtime==13.0.96",
+    "nvidia-cudnn-cu13==9.20.0.48",
+    "nvidia-cufft==12.0.0.61",
+    "nvidia-cufile==1.15.1.6",
+    "nvidia-curand==10.4.0.35",
+    "nvidia-cusolver==12.0.4.66",
+    "nvidia-cusparse==12.6.3.3",
+    "nvidia-cusparselt-cu13==0.8.1",
+    "nvidia-nccl-cu13==2.29.7",
+    "nvidia-nvjitlink==13.5.37",
+    "nvidia-nvshmem-cu13==3.4.5",
+    "nvidia-nvtx==13.0.85",
+    "triton==3.7.1",
+)
 
 IMAGES = {
     "worker-gpu": Image(
         roots=COMMAND,
         extras=("worker", "data", "gpu", "ray"),
-        without=("jax", "torchax", "fbgemm-gpu", "recbole-dependencies"),
-        instead={"fbgemm-gpu-cpu": "fbgemm-gpu==1.8.0"},
-        further=(),
+        without=("jax", "torchax", "fbgemm-gpu"),
+        instead={"fbgemm-gpu-cpu": "fbgemm-gpu"},
+        further=CUDA,
     ),
     "worker-tpu": Image(roots=COMMAND, extras=("worker", "data", "aot", "sparsecore")),
 }
@@ -60,7 +85,9 @@ def lock(name: str) -> list[str]:
     missing = [each for each in found if each not in pinned]
     if missing:
         raise SystemExit(f"locks/full.txt lacks {', '.join(missing)}, which {name} needs")
-    lines = [image.instead.get(each, pinned[each]) for each in found]
+    if image.further and pinned["torch"] != CUDA_OF:
+        raise SystemExit(f"CUDA's packages here are those of {CUDA_OF}, the full lock has {pinned['torch']}")
+    lines = [f"{image.instead.get(each, each)}=={pinned[each].partition('==')[2]}" for each in found]
     return sorted({*lines, *image.further})
 
 
