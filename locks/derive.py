@@ -38,8 +38,8 @@ class Image:
     """Lines that the full lock has not."""
 
 
-# What torch's CUDA build names and its CPU build does not. Where torch moves, ask pip anew, from an index whose torch is
-# the CUDA build: pip install --dry-run --report FILE torch==NEW
+# What torch's CUDA build names and its CPU build does not. Where torch moves, ask pip anew, from an index whose torch
+# is the CUDA build: pip install --dry-run --report FILE torch==NEW
 CUDA_OF = "torch==2.13.0"
 CUDA = (
     "cuda-bindings==13.5.0",
