@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinstep.spec.errors import SpecError, UnavailableError
+from twinstep.worker.train.ranks import Ranks
 from twinstep.worker.train.ray_board import LEFT, Board, Ended, outcome
 from twinstep.worker.train.ray_job import PROCESSES, SPEC, Asked, main
 from twinstep.worker.train.ray_rank import REPORTING, rank_environment
@@ -65,15 +66,13 @@ def test_one_end_takes_the_others_along_unless_it_is_a_good_one() -> None:
 
 
 def test_only_rank_0_reports_and_threads_are_shared_out() -> None:
-    base = {**dict.fromkeys(REPORTING, "x"), "MASTER_ADDR": "a", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
-    first, second = (
-        rank_environment(base, rank=rank, world=4, local_rank=rank % 2, local_world=2, processors=9) for rank in (0, 3)
-    )
-    assert set(REPORTING) <= set(first)
-    assert not set(REPORTING) & set(second)
-    want = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "4"}
-    assert {**second, **want} == second
-    assert second["MASTER_ADDR"] == "a"
+    base = {**dict.fromkeys(REPORTING, "x"), "OMP_NUM_THREADS": "1", "HOME": "/h"}
+    first, second = (Ranks(rank=rank, size=4, local=rank % 2, on_host=2, address="a", port=1) for rank in (0, 3))
+    assert set(REPORTING) <= set(rank_environment(base, first, processors=9))
+    told = rank_environment(base, second, processors=9)
+    assert not set(REPORTING) & set(told)
+    assert Ranks.from_environment(told) == second
+    assert (told["OMP_NUM_THREADS"], told["HOME"]) == ("4", "/h")
 
 
 def test_the_environment_names_spec_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
+from twinstep.worker.train.ranks import Ranks
 from twinstep.worker.train.ray_board import Ended
 
 POLL = 0.25  # seconds between looks at the child and at the board
@@ -30,23 +31,14 @@ class RankFailed(Exception):
     """A rank's process failed; Ray Train then ends the group."""
 
 
-def rank_environment(
-    base: Mapping[str, str], *, rank: int, world: int, local_rank: int, local_world: int, processors: int
-) -> dict[str, str]:
+def rank_environment(base: Mapping[str, str], ranks: Ranks, *, processors: int) -> dict[str, str]:
     """Return the environment of a rank's process.
 
-    Reports are rank 0's alone: the others are by hand, as far as a control plane can see. MASTER_ADDR and MASTER_PORT
-    are in `base` already. Threads are shared out among the ranks of a host; Ray's own setting is one for each.
+    Reports are rank 0's alone: the others are by hand, as far as a control plane can see. Threads are shared out among
+    the ranks of a host; Ray's own setting is one for each.
     """
-    kept = {name: value for name, value in base.items() if rank == 0 or name not in REPORTING}
-    kept.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(local_world),
-        OMP_NUM_THREADS=str(max(1, processors // local_world)),
-    )
-    return kept
+    kept = {name: value for name, value in base.items() if ranks.first or name not in REPORTING}
+    return {**kept, **ranks.as_environment(), "OMP_NUM_THREADS": str(max(1, processors // ranks.on_host))}
 
 
 def run_rank(config: dict[str, Any]) -> None:
@@ -59,15 +51,16 @@ def run_rank(config: dict[str, Any]) -> None:
     import ray.train
 
     context, board = ray.train.get_context(), config["board"]
-    rank = context.get_world_rank()
-    environment = rank_environment(
-        os.environ,
-        rank=rank,
-        world=context.get_world_size(),
-        local_rank=context.get_local_rank(),
-        local_world=context.get_local_world_size(),
-        processors=len(os.sched_getaffinity(0)),
+    ranks = Ranks(
+        rank=context.get_world_rank(),
+        size=context.get_world_size(),
+        local=context.get_local_rank(),
+        on_host=context.get_local_world_size(),
+        address=os.environ["MASTER_ADDR"],  # `ray_backend.py` has set both
+        port=int(os.environ["MASTER_PORT"]),
     )
+    rank, processors = ranks.rank, len(os.sched_getaffinity(0))
+    environment = rank_environment(os.environ, ranks, processors=processors)
     child = _start(config["spec"], environment)
     tail: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
     readers = [_reader(child.stdout, sys.stdout, None, shown=rank == 0), _reader(child.stderr, sys.stderr, tail)]
@@ -82,7 +75,7 @@ def run_rank(config: dict[str, Any]) -> None:
     ended = Ended(rank=rank, code=code if code >= 0 else 128 - code, words="".join(tail)[-LAST_CHARACTERS:])
     ray.get(board.end.remote(ended))
     if ended.failed:
-        _let_others_end(board, context.get_world_size())
+        _let_others_end(board, ranks.size)
         raise RankFailed(f"rank {rank} ended with exit code {ended.code}: {ended.words.strip()}")
 
 
