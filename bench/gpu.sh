@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A quarter of an hour on one GPU: what is there, attention kernels, parity on CUDA, the full-size step three ways.
-# Usage: bench/gpu.sh [RESULTS]; PYTHON names the interpreter, DEVICE=cpu SIZE=tiny runs it through without a GPU.
+# Usage: bench/gpu.sh [RESULTS]; PYTHON names the interpreter, DEVICE=cpu SIZE=tiny runs it through without a GPU, and
+# PATIENCE=4 gives each part four times as long.
 # Nothing is downloaded, and the interpreter's own torch is used. A part that fails or takes too long does not keep the
 # others from running; the exit code is 1 then. Results are one JSON file a part.
 set -uo pipefail
@@ -12,8 +13,9 @@ mkdir -p "$results"
 failed=0
 
 part() { # NAME SECONDS
-  echo "== $1 (at most $2 s)"
-  timeout --kill-after=10 "$2" "$python" -m bench.gpu "$1" --device "${DEVICE:-cuda}" --size "${SIZE:-full}" \
+  local most=$(($2 * ${PATIENCE:-1}))
+  echo "== $1 (at most $most s)"
+  timeout --kill-after=10 "$most" "$python" -m bench.gpu "$1" --device "${DEVICE:-cuda}" --size "${SIZE:-full}" \
     --out "$results/$1.json" 2>&1 | tee "$results/$1.log"
   local code="${PIPESTATUS[0]}"
   [ "$code" = 0 ] || { echo "== $1 ended with code $code; its words are in $results/$1.log"; failed=1; }

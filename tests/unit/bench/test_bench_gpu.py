@@ -55,13 +55,14 @@ def test_without_a_gpu_the_script_says_so(capsys: pytest.CaptureFixture[str]) ->
     assert "DEVICE=cpu" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.inductor
+@pytest.mark.timeout(1200)
 def test_the_script_runs_every_part_and_writes_its_result(tmp_path: Path) -> None:
     done = subprocess.run(
         [str(ROOT / "bench/gpu.sh"), str(tmp_path)],
-        env={**os.environ, "PYTHON": sys.executable, "DEVICE": "cpu", "SIZE": "tiny"},
-        capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, "PYTHON": sys.executable, "DEVICE": "cpu", "SIZE": "tiny", "PATIENCE": "3"},
+        capture_output=True, text=True, timeout=1100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = {part: json.loads((tmp_path / f"{part}.json").read_text()) for part in gpu.PARTS}
