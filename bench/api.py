@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
-import resource
 import socket
 import statistics
 import tempfile
@@ -30,8 +29,10 @@ import uvicorn
 from rich.table import Table
 from sqlalchemy import insert
 
+from bench.followers import follow
 from bench.measure import Say, result
 from bench.postgres import NoServerError, postgres
+from bench.submits import WARM, send_rounds
 from twinstep.platform.scheduler.cluster.evidence import Evidence, Object
 from twinstep.platform.scheduler.cluster.port import WorkloadRef
 from twinstep.platform.scheduler.cluster.reconcile import ClusterReconciler, Workers
@@ -44,7 +45,6 @@ from twinstep.platform.store.store import Store
 from twinstep.platform.store.tables import JobRow, MetricRow, RunRow
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import parse_spec
-from twinstep.spec.report import MetricRecord
 from twinstep.spec.states import FINAL, RunState
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +59,6 @@ BARS = {
     "follower kB": 500.0,
 }
 AT_LEAST = frozenset({"ingest points/s"})
-WARM = 10  # submits before those that count
 SPEC_128 = "examples/clusters/tpu-v5p-4x4x8.yaml"
 
 
@@ -68,9 +67,13 @@ class Size:
     """How much is run."""
 
     submits: int = 200
+    """At one moment."""
+    rounds: int = 9
+    """Of them; each number is the median."""
     runs: int = 5_000
     live: int = 200
-    followers: int = 100
+    followers: tuple[int, int] = (50, 200)
+    """Of one job, at first and then."""
     batches: int = 200
     """Of 1,000 points each."""
     points: int = 1_000_000
@@ -95,7 +98,7 @@ def run(size: Size = FULL, *, say: Say) -> dict[str, Any]:
     say("plans")
     numbers["no database"] = {"plan ms": _plans(size)}
     lost = sum(sum(found.values()) for found in counts.values())
-    return result("api", {"numbers": numbers, "bars": BARS, "wrong": counts, "equal": lost == 0}, runs=1)
+    return result("api", {"numbers": numbers, "bars": BARS, "wrong": counts, "equal": lost == 0}, runs=size.rounds)
 
 
 def _say_of(say: Say, database: str, text: str) -> None:
@@ -157,41 +160,20 @@ Part = tuple[dict[str, float], dict[str, int]]
 
 
 def _submits(size: Size, plane: ControlPlane) -> Part:
-    """So many submits at once, each with a key, and each sent again: none lost, none doubled."""
-    took, jobs, again, stored = _elsewhere(_send_submits, plane.settings.url, size.submits)
-    lost = size.submits - len(set(jobs) & set(stored))
-    doubled = len(stored) - WARM - len(set(jobs)) + sum(one != other for one, other in zip(jobs, again, strict=True))
-    ordered = sorted(took)
+    """So many submits at one moment, again and again, each with a key and each sent twice: none lost, none doubled."""
+    rounds, stored = _elsewhere(send_rounds, plane.settings.url, size.submits, size.rounds)
+    jobs = {job for each in rounds for job in each.jobs}
+    wanted = size.submits * size.rounds
+    doubled = sum(one != other for each in rounds for one, other in zip(each.jobs, each.again, strict=True))
+    p95s = [sorted(each.seconds)[int(0.95 * (size.submits - 1))] for each in rounds]
     return (
         {
-            "submit p50 ms": 1000 * statistics.median(ordered),
-            "submit p95 ms": 1000 * ordered[int(0.95 * (len(ordered) - 1))],
+            "submit p50 ms": 1000 * statistics.median(statistics.median(each.seconds) for each in rounds),
+            "submit p95 ms": 1000 * statistics.median(p95s),
+            "submit p95 worst ms": 1000 * max(p95s),
         },
-        {"submits lost": lost, "submits doubled": doubled},
+        {"submits lost": wanted - len(jobs & set(stored)), "submits doubled": doubled + len(stored) - WARM - len(jobs)},
     )
-
-
-def _send_submits(url: str, count: int) -> tuple[list[float], list[str], list[str], list[str]]:
-    """Return how long each submit took, the jobs, the jobs of the same submits sent again, and all that is stored."""
-    body = JobSpec(name="bench").model_dump(mode="json")
-    with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
-        _at_once(WARM, lambda number: _submit(http, body, f"warm-{number}"))
-        took, jobs = _at_once(count, lambda number: _submit(http, body, f"first-{number}"))
-        _, again = _at_once(count, lambda number: _submit(http, body, f"first-{number}"))
-        stored: list[str] = []
-        cursor: str | None = None
-        while True:
-            page = http.get("/v1/jobs", params={"limit": 200, **({"cursor": cursor} if cursor else {})}).json()
-            stored += [job["id"] for job in page["items"]]
-            cursor = page["next_cursor"]
-            if cursor is None:
-                return took, jobs, again, stored
-
-
-def _submit(http: httpx.Client, body: Any, key: str) -> str:
-    answer = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": key})
-    answer.raise_for_status()
-    return str(answer.json()["id"])
 
 
 def _at_once(count: int, work: Callable[[int], str], *, workers: int = 16) -> tuple[list[float], list[str]]:
@@ -262,79 +244,26 @@ def _send_reports(url: str, runs: list[str], batches: int) -> tuple[float, int]:
 
 
 def _followers(size: Size, plane: ControlPlane) -> Part:
-    """Many follow one job while it reports; each must see every event and point, and none may cost much memory."""
-    job_id, run_id = _started(plane, "followed")
-    wanted = 50 * 20
-    before = _resident_kb()
-    peak = [before]
-    spawn = multiprocessing.get_context("spawn")
-    ready, out = spawn.Event(), spawn.Queue()
-    url = f"{plane.settings.url}/v1/jobs/{job_id}/stream"
-    process = spawn.Process(target=_follow_all, args=(url, size.followers, wanted, ready, out))
-    process.start()
-    if not ready.wait(timeout=120):
-        raise TimeoutError("the followers did not all get through")
-    opened = _resident_kb()
-    started = time.perf_counter()
-    for batch in range(50):
-        records = [
-            MetricRecord(seq=batch * 20 + row + 1, time=0.0, step=batch * 20 + row, values={"loss": 1.0})
-            for row in range(20)
-        ]
-        plane.store.ingest(run_id, records)
-        peak.append(_resident_kb())
-        time.sleep(0.02)
-    seen: list[int] = out.get(timeout=240)
-    process.join()
-    seconds = time.perf_counter() - started
-    peak.append(_resident_kb())
-    return (
-        {"follower kB": max(0.0, (max(peak) - before) / size.followers), "followers s": seconds,
-         "follower growth kB": max(0.0, (peak[-1] - opened) / size.followers)},
-        {"points not seen": sum(abs(wanted - count) for count in seen)},
-    )  # fmt: skip
-
-
-def _follow_all(url: str, count: int, wanted: int, ready: Any, out: Any) -> None:
-    """Follow so many times until every point was seen; put how many each saw."""
-    seen = [0] * count
-    open_ = threading.Barrier(count + 1)
-    context = httpx.create_ssl_context()  # one for all: the bulk of what a client costs
-
-    def follow(number: int) -> None:
-        with (
-            httpx.Client(timeout=120, trust_env=False, verify=context) as http,
-            http.stream("GET", url, params={"kinds": ["metrics", "state"]}) as answer,
-        ):
-            open_.wait()
-            for line in answer.iter_lines():
-                if line.startswith("data:") and '"items"' in line:
-                    seen[number] += len(json.loads(line[5:])["items"])
-                if seen[number] >= wanted or line.startswith("event: end"):
-                    return
-
-    threads = [threading.Thread(target=follow, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    open_.wait()
-    ready.set()
-    for thread in threads:
-        thread.join()
-    out.put(seen)
+    """Few, then many follow a job while it reports; each must see every point. What one costs is the slope between
+    the two, of a process that has served as many as the few before: threads and connections are made once.
+    """
+    few, many = size.followers
+    numbers: dict[str, float] = {}
+    unseen, resident = 0, {}
+    for name, count in (("warm", few), ("few", few), ("many", many)):
+        job_id, run_id = _started(plane, f"followed-{name}")
+        url = f"{plane.settings.url}/v1/jobs/{job_id}/stream"
+        found = follow(url, count, partial(plane.store.ingest, run_id))
+        resident[name], numbers["followers s"] = found.resident_kb, found.seconds
+        unseen += found.unseen
+    numbers["follower kB"] = max(0.0, (resident["many"] - resident["few"]) / (many - few))
+    return numbers, {"points not seen": unseen}
 
 
 def _elsewhere(work: Callable[..., Any], *args: Any) -> Any:
     """Do work in a process of its own: whoever asks takes no turn from the control plane that answers."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *args).result()
-
-
-def _resident_kb() -> float:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * resource.getpagesize() / 1024
-    except OSError:
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 class _Cluster:

@@ -49,6 +49,7 @@ RULES = (
         (f"optimizers.*.{name}", f"another value than the default with `kind: {'`, `'.join(kinds)}` only")
         for name, kinds in OPTIMIZER_SETTINGS.items()
     ),
+    ("debug.profile", "`start + steps - 1` is at most `train.steps`"),
     ("accelerator", "`accelerator: cpu` is short for `accelerator: {kind: cpu}`"),
     (
         "accelerator.kind",
@@ -159,6 +160,14 @@ EVENTS = (
         "`step`, `to`, `dropped`",
     ),
     ("graph_saved", "worker", "The captured graph was written to the run's directory (debug.save_graph).", "`file`"),
+    ("graph_not_saved", "worker", "It could not be written there; training went on.", ""),
+    (
+        "profiled",
+        "worker",
+        "Some steps were traced (debug.profile); what their time went to, in seconds.",
+        "`first`, `last`, `time_s`, `directory`, `bytes`",
+    ),
+    ("profile_failed", "worker", "No trace could be begun or written; training went on.", "`directory`"),
     ("reports_lost", "worker", "Reports found no room on the disk; the run went on without them.", "`count`"),
     ("stopped", "worker", "The worker ended because it was told to (SIGTERM, Ctrl-C).", "`step`"),
     ("failed", "worker", "The worker ended with an error; the reason is the error.", "`code`, `step`"),
@@ -186,6 +195,7 @@ METRICS = (
         "training examples (candidates with weight > 0) per second over the last 20 iterations, whole: waiting for "
         "data and reporting counted, compiling and evaluating not",
     ),
+    ("tokens_per_s", "history tokens that fill a slot per second, over the same iterations"),
     ("goodput", "useful step time over wall time so far, all attempts of the run together, 0…1"),
     ("chip_hours", "chips, or devices of a CPU, × hours of wall time so far"),
     ("real_tokens", "UIH tokens of the batch that hold an event"),

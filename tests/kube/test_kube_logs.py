@@ -103,7 +103,13 @@ def _status(state: str, restarts: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"LOOK_S": 0.02, "SOONEST_S": 0.03, "LATEST_S": 0.2, "HALF_LINE_S": 0.3}.items():
+    for name, value in {
+        "LOOK_S": 0.02,
+        "SOONEST_S": 0.03,
+        "LATEST_S": 0.2,
+        "HALF_LINE_S": 0.3,
+        "RESCUE_S": 0.2,
+    }.items():
         monkeypatch.setattr(collecting, name, value)
     monkeypatch.setattr(collecting, "PER_SECOND", 1000.0)
 
@@ -333,3 +339,38 @@ def test_of_128_hosts_every_line_comes_by_a_few_threads(rig: Rig) -> None:
     rig.wait(lambda: len(rig.text()) == wanted, seconds=60)
     assert sum(thread.name.startswith("logs") for thread in threading.enumerate()) <= collecting.THREADS
     assert sorted(rig.text().splitlines()) == sorted(f"{host}: {n}" for host in range(128) for n in range(3))
+
+
+@pytest.mark.parametrize("how", ["terminated", "deleting"])
+def test_what_is_written_last_is_read_by_others_where_who_leads_dies_together_with_the_pods(rig: Rig, how: str) -> None:
+    first = rig.collector()
+    rig.collector(leads=lambda: False)
+    pod = rig.pod("p")
+    rig.write(pod, "one\n")
+    rig.comes_to("one\n")
+    first.stop()
+    rig.write(pod, "two\n")
+    time.sleep(0.3)
+    assert rig.text() == "one\n", "a pod that goes on is for who leads next"
+    if how == "deleting":
+        rig.server.objects.delete(BY_KIND["Pod"], "default", "p", grace=30)
+    else:
+        rig.end(pod)
+    rig.comes_to("one\ntwo\n")
+
+
+def test_who_does_not_lead_asks_nothing_of_a_log_that_was_read_to_its_end(rig: Rig) -> None:
+    leader, other = rig.collector(), rig.collector(leads=lambda: False)
+    pods = [rig.pod(f"p{host}", host=host) for host in range(3)]
+    for pod in pods:
+        rig.write(pod, "one\n")
+        rig.end(pod)
+    for host in range(3):
+        rig.comes_to("one\n", host=host)
+    rig.wait(lambda: all(leader._done(feed) for feed in leader._feeds.values()))
+    asked = other.counts.requests
+    rig.wait(lambda: len(other._feeds) == 3 and all(other._done(feed) for feed in other._feeds.values()))
+    assert other.counts.requests <= asked + 3
+    done = other.counts.requests
+    time.sleep(0.5)
+    assert other.counts.requests == done

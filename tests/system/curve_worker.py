@@ -44,7 +44,9 @@ def main() -> None:
                 raise ValueError("the loss of step 7 is nan")
             loss = 0.4 + 0.3 * math.exp(-step / 20) + dice.gauss(0, 0.01)
             reporter.metric(step, {"loss": loss, "examples_per_s": 900 + dice.gauss(0, 20), f"x{say}": 1.0})
-            reporter.progress("training", step, total, examples_per_s=905.5, eta_s=(total - step) * 0.01)
+            spent = {"step": 0.8 * step, "compile": 3.75, "input_wait": 0.1 * step, f"x{say}": 5.0}
+            told = {"tokens_per_s": 7200.0, "goodput": 0.72, "chip_hours": 0.5, "time_s": spent}
+            reporter.progress("training", step, total, examples_per_s=905.5, eta_s=(total - step) * 0.01, **told)
             print(f"step {step} loss {loss:.4f} {say}", flush=True)
             if step % 20 == 0:
                 auc, ne = 0.75 - 0.2 * math.exp(-step / 20), 0.92 + 0.1 * math.exp(-step / 20)
@@ -52,6 +54,10 @@ def main() -> None:
                 reporter.event(
                     f"evaluated{say[:20]}", f"step {step}: auc {auc:.4f} {say}", {"step": step, "seconds": 0.2}
                 )
+            if step == 25:
+                shown = {"compute": 0.06, "host_input": 0.03, "idle": 0.01, f"x{say}": 1.0}
+                data = {"first": 20, "last": 24, "time_s": shown, "directory": f"/data/profile{say}"}
+                reporter.event("profiled", f"steps 20 to 24 {say}", data)
             if step == 30:
                 reporter.event("recompiled", f"batch_size 32 → 64 {say}", {"step": step, "seconds": 1.25})
         reporter.result(
@@ -70,6 +76,11 @@ def main() -> None:
                 baselines={f"item_mean{say}": BaselineScore(auc=0.7012), "popularity": BaselineScore(auc=0.6011)},
                 parameters=123_456,
                 versions={"python": f"3{say}"},
+                tokens=total * 240,
+                tokens_per_s=7200.0,
+                goodput=0.8,
+                chip_hours=0.5,
+                time_s={"step": 80.0, "compile": 15.0, "other": 5.0},
             )
         )
         reporter.progress("done", total, total, examples_per_s=905.5, eta_s=0.0)

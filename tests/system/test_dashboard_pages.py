@@ -210,6 +210,30 @@ def test_a_failed_job_is_run_again_from_its_page(filled: Any, page: Page) -> Non
     filled.when(job["id"], "failed")
 
 
+def test_a_run_shows_where_its_time_went_and_what_its_traced_steps_did(filled: Any, page: Page) -> None:
+    job = filled.submit("spends")
+    filled.when(job["id"], "succeeded")
+    page.goto(f"{filled.url}/jobs/{job['id']}")
+    goodput, traced = (
+        page.locator(".tw-card").filter(has=page.get_by_role("heading", name=name, exact=True))
+        for name in ("Goodput", "Profile")
+    )
+    expect(goodput).to_contain_text("80.0%", timeout=SOON)
+    expect(goodput).to_contain_text("step 80.0 % · 1 min 20 s")
+    expect(goodput).to_contain_text("chip-hours 0.5000")
+    expect(goodput).to_contain_text("tokens/s 7,200")
+    expect(goodput.locator(".tw-times-part")).to_have_count(3)
+    widths = [
+        part.evaluate("each => each.getBoundingClientRect().width") for part in goodput.locator(".tw-times-part").all()
+    ]
+    assert widths[0] / sum(widths) == pytest.approx(0.8, abs=0.03)
+    expect(traced).to_contain_text("steps 20 to 24", timeout=SOON)
+    expect(traced).to_contain_text("compute 60.0 %")
+    expect(traced).to_contain_text("host input 30.0 %")
+    expect(traced).to_contain_text("/data/profile")
+    expect(traced.locator(".tw-times-part")).to_have_count(3)
+
+
 def test_the_queue_tells_what_waits_and_why(filled: Any, page: Page) -> None:
     page.goto(f"{filled.url}/queue")
     waiting = page.locator(".tw-waiting")

@@ -101,7 +101,7 @@ def test_a_compiled_run_gives_the_eager_loss_curve(tmp_path: Path, backend: str,
     assert [each["backend"] for each in results] == [backend]
     assert results[0]["compile_s"] > 0
     graphs = list((tmp_path / "run").glob("graph-*.txt"))
-    assert [{"file": path.name} for path in graphs] == [each["data"] for each in run.events("graph_saved")]
+    assert [path.name for path in graphs] == [each["data"]["file"] for each in run.events("graph_saved")]
     assert len(graphs) == 1
     assert "torch.ops.aten.mul.Tensor" in graphs[0].read_text()
     assert "Traceback" not in run.said

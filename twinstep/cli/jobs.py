@@ -153,6 +153,7 @@ def show_job(job: Mapping[str, Any], run: Mapping[str, Any], *, page: str) -> No
         *([("attempt since", clock(run.get("created_at")))] if job["attempt"] > 1 else []),
         ("took", duration(took)) if started is not None or ended is not None else ("waits", _waits(job)),
         ("progress", progress_line(progress, ended=ended is not None)),
+        *goodput_rows(job.get("summary") or progress),
         *workload_rows(run.get("cluster") or {}),
         ("page", page),
     ]
@@ -181,6 +182,20 @@ def workload_rows(workload: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def goodput_rows(account: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return where a run's time went, of a summary or a progress report; nothing where it does not say."""
+    seconds = {part: each for part, each in (account.get("time_s") or {}).items() if isinstance(each, int | float)}
+    if not seconds or account.get("goodput") is None:
+        return []
+    spent = ", ".join(
+        f"{one_line(part.replace('_', ' '), width=20)} {duration(seconds[part])}"
+        for part in sorted(seconds, key=lambda part: -seconds[part])[:12]
+        if seconds[part] >= 0.05  # seconds: less reads as nothing
+    )
+    says = f"{account['goodput']:.1%} of the time ({spent})"
+    return [("useful steps", says), ("chip-hours", number(account.get("chip_hours")))]
+
+
 def steps(progress: Mapping[str, Any]) -> str:
     """Return `120/300`, or a dash before the first report."""
     return f"{progress.get('step', 0)}/{progress.get('total_steps', 0)}" if progress else DASH
@@ -195,6 +210,8 @@ def progress_line(progress: Mapping[str, Any], *, ended: bool) -> str:
     parts = [f"{one_line(str(progress.get('phase', '')), width=20)}, step {steps(progress)}"]
     if progress.get("examples_per_s") is not None:
         parts.append(f"{number(progress['examples_per_s'], 1)} examples/s")
+    if progress.get("tokens_per_s"):
+        parts.append(f"{number(progress['tokens_per_s'], 0)} tokens/s")
     if progress.get("eta_s") and progress.get("phase") != "done":
         parts.append(f"{duration(progress['eta_s'])} of steps left")
     return ", ".join(parts)

@@ -24,6 +24,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from twinstep.platform.api import create_app
+from twinstep.platform.api.waiting import Waiting, answering
 from twinstep.platform.dashboard import mount
 from twinstep.platform.scheduler.accounts import refuse_unprotected
 from twinstep.platform.scheduler.cluster.connect import Connection, check_access, connect
@@ -76,15 +77,23 @@ class ControlPlane:
         self.store.close()
 
 
-def assemble(settings: Settings, *, pages: bool = True, wait_s: float = 0.0) -> ControlPlane:
+def assemble(
+    settings: Settings,
+    *,
+    pages: bool = True,
+    wait_s: float = 0.0,
+    on_wait: Callable[[str], None] = lambda problem: None,
+) -> ControlPlane:
     """Open the store, whose server is waited for so long, and put the parts together; nothing runs yet.
+
+    `on_wait` is told meanwhile what keeps the database from answering.
 
     Raises:
         UnavailableError: the data directory or the database cannot be used.
     """
     if settings.cluster is not None:
         check_access(settings.cluster)
-    store = Store(settings.database, wait_s=wait_s)
+    store = Store(settings.database, wait_s=wait_s, on_wait=on_wait)
     backend = LocalBackend(settings.runs_dir, command=settings.worker_command, api_url=settings.url)
     reconciler = Reconciler(
         store,
@@ -135,13 +144,22 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None] = lambda url: N
         listener = stack.enter_context(_listen(settings))
         settings = replace(settings, port=listener.getsockname()[1])
         stack.enter_context(_claim(settings.data_dir))
-        plane = assemble(settings, pages=pages, wait_s=DATABASE_WAIT_S)
+        plane = _assembled(settings, listener, pages=pages)
         stack.callback(plane.close)
         plane.service.accounts.prepare(settings)
         plane.start()
         server = _Server(plane, on_ready)
         with _ended_by_sigterm(server), contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listener])
+
+
+def _assembled(settings: Settings, listener: socket.socket, *, pages: bool) -> ControlPlane:
+    """Put the parts together; probes are answered while a database's server is waited for, or tables are made."""
+    if settings.database_url is None:
+        return assemble(settings, pages=pages)
+    waiting = Waiting(tells_addresses=is_loopback(settings.host))
+    with answering(listener, waiting):
+        return assemble(settings, pages=pages, wait_s=DATABASE_WAIT_S, on_wait=waiting.on_wait)
 
 
 class _Server(uvicorn.Server):

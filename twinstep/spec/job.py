@@ -16,6 +16,7 @@ from twinstep.spec.base import INT32_MAX, Count, FieldName, Number, Spec
 from twinstep.spec.columns import ColumnsSpec
 from twinstep.spec.embedding import EmbeddingSpec
 from twinstep.spec.model import DLRMv3Spec, Model
+from twinstep.spec.running import DebugSpec, RuntimeSpec
 from twinstep.spec.sparsecore import GENERATIONS
 from twinstep.spec.synthetic import SyntheticSpec
 
@@ -106,8 +107,10 @@ class DataSpec(Spec):
     @classmethod
     def _dataset_looks_at_it(cls, value: Any, info: ValidationInfo) -> Any:
         dataset, name = info.data.get("dataset"), info.field_name or ""
-        default, datasets = cls.model_fields[name].get_default(call_default_factory=True), DATA_SETTINGS[name]
-        if dataset is not None and dataset not in datasets and value != default:
+        datasets = DATA_SETTINGS[name]
+        if dataset is None or dataset in datasets or not value:  # null or empty: it is not set
+            return value
+        if value != (default := cls.model_fields[name].get_default(call_default_factory=True)):
             allowed = f"the default, or dataset: {' or '.join(datasets)}"
             said = {"dataset": dataset, "allowed": allowed, "nearest": default}
             raise PydanticCustomError("between_fields", "has no effect with dataset: {dataset}", said)
@@ -319,33 +322,6 @@ class CheckpointSpec(Spec):
         return self.every_steps is not None or self.every_seconds is not None or self.keep_best > 0
 
 
-class DebugSpec(Spec):
-    """Switches for looking closer."""
-
-    stop_on_nonfinite: StrictBool = True
-    """Fail the run when a number of a batch, or a loss, is NaN or infinite, naming the field or the step."""
-    save_graph: StrictBool = False
-    """Write the captured graph as text beside the run's files."""
-    preflight: Literal["refuse", "warn"] = "refuse"
-    """What becomes of a job that does not fit its accelerator by the model of `twinstep preflight`: it is refused, or
-    let go with a warning."""
-
-
-class RuntimeSpec(Spec):
-    """Where and within which bounds the worker runs."""
-
-    threads: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
-    """CPU threads of the worker; null: as many as the processors it may run on."""
-    max_seconds: Annotated[Number, Field(gt=0)] | None = None
-    """Wall-clock limit of a run, in seconds; null: none."""
-    stop_grace_seconds: Annotated[Number, Field(gt=0, le=3600)] = 10.0
-    """Seconds between asking a worker to stop and killing it: time to save a checkpoint."""
-    restarts: Annotated[StrictInt, Field(ge=0, le=100)] = 0
-    """Times that a worker on this machine is started again after it was killed, hung or failed."""
-    hang_seconds: Annotated[Number, Field(gt=0)] | None = None
-    """A worker on this machine that ends no training step for so long counts as hung, and is stopped; null: never."""
-
-
 class JobSpec(Spec):
     """One training job, as its user asks for it."""
 
@@ -455,6 +431,27 @@ class JobSpec(Spec):
         if problem is not None:
             said = {"part": "engine", "problem": problem, "allowed": f"dense, or {allowed}", "nearest": "dense"}
             raise PydanticCustomError("between_fields", "sparsecore {problem}", said)
+        return value
+
+    @field_validator("debug")
+    @classmethod
+    def _profiles_steps_there_are(cls, value: DebugSpec, info: ValidationInfo) -> DebugSpec:
+        if value.profile is None or "train" not in info.data:  # not there where it is not valid itself
+            return value
+        steps, asked = info.data["train"].steps, value.profile
+        if asked.last > steps:
+            count = min(asked.steps, steps)
+            raise PydanticCustomError(
+                "between_fields",
+                "ends at step {last}, and train.steps is {steps}",
+                {
+                    "part": "profile",
+                    "last": asked.last,
+                    "steps": steps,
+                    "allowed": f"start + steps - 1 of at most {steps}",
+                    "nearest": {"start": min(asked.start, steps - count + 1), "steps": count},
+                },
+            )
         return value
 
     @field_validator("compile")

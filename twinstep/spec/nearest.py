@@ -154,6 +154,8 @@ def _candidates(kind: Any, field: FieldInfo | None, given: Any) -> Iterator[Any]
         yield suggest_name("" if given is None else given)
     if isinstance(given, list | tuple):
         yield from _sequences(kind, field, list(given))
+    if isinstance(given, Mapping):
+        yield dict(given)
     yield from _defaults(field)
     yield from (bound for name, bound in bounds.items() if name in ("ge", "le"))
     yield {}

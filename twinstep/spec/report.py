@@ -18,6 +18,15 @@ MAX_TEXT = 4096  # characters; a reason or message longer than this is cut by th
 MAX_TIME = 1e11  # Unix seconds: the year 5138, which calendars still know
 UnixTime = Annotated[float, Field(ge=0, le=MAX_TIME, allow_inf_nan=False)]
 
+TIME_PARTS = ("step", "input_wait", "compile", "checkpoint", "evaluate", "restart", "redone", "start", "other")
+"""What a run's wall time goes to; `step` is what is useful. `restart`: from the checkpoint that an attempt goes on from
+to its own start; `start`: from there to its first batch; `redone`: steps that dropped batches made vain or be done
+again; `other`: reports, and whatever nothing else names."""
+
+PROFILE_PARTS = ("tensorcore", "sparsecore", "compute", "collectives", "host_input", "idle")
+"""What the time of traced steps goes to: each moment counts for the first of these that does something in it. `compute`
+stands for both kinds of cores where the machine is no TPU."""
+
 _FROZEN = ConfigDict(frozen=True, extra="ignore")  # newer workers may say more than an older control plane knows
 
 
@@ -56,6 +65,12 @@ class ProgressRecord(BaseModel):
     total_steps: int = Field(ge=0, le=MAX_COUNT)
     examples_per_s: float | None = None
     eta_s: float | None = Field(default=None, description="seconds to the last step, compile not counted")
+    tokens_per_s: float | None = Field(default=None, description="history tokens that fill a slot, a second, lately")
+    goodput: float | None = Field(default=None, description="useful step time over wall time so far, all attempts")
+    chip_hours: float | None = Field(default=None, description="chips (devices on a CPU) × hours of wall time so far")
+    time_s: dict[str, float | None] = Field(
+        default_factory=dict, description="wall seconds so far by what they went to: step, input_wait, compile, …"
+    )
 
 
 class ResultRecord(BaseModel):
@@ -85,6 +100,8 @@ class RunSummary(BaseModel):
     examples_per_s: float = Field(
         description="over whole iterations: waiting for data and reporting counted, compiling and evaluating not"
     )
+    tokens: int | None = Field(default=None, description="history tokens that filled a slot")
+    tokens_per_s: float | None = Field(default=None, description="history tokens a second, over the same iterations")
     compile_s: float = Field(description="seconds spent capturing and lowering, all compiles together")
     train_s: float = Field(description="seconds of all iterations; compiling and evaluating not counted")
     eval_s: float

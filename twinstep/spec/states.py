@@ -50,6 +50,8 @@ FINAL = frozenset(state for state, targets in MOVES.items() if not targets)
 LIVE = frozenset(RunState) - FINAL
 ACTIVE = frozenset({RunState.STARTING, RunState.RUNNING, RunState.RESTARTING})
 """States in which a run holds what it asked for: a slot here, nodes in a cluster. Its time limit counts them alone."""
+WAITING = frozenset({RunState.PENDING, RunState.QUEUED})
+"""States in which a run waits to be started, or to go on; the limit of its wait counts them alone."""
 
 
 def check_move(now: RunState, to: RunState, *, run_id: str) -> None:

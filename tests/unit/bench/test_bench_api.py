@@ -11,7 +11,7 @@ from bench import api
 from bench.measure import as_line
 
 SMALL = api.Size(
-    submits=12, runs=60, live=6, followers=4, batches=8, points=2_000, plans=2, databases=("sqlite",)
+    submits=12, rounds=2, runs=60, live=6, followers=(2, 4), batches=8, points=2_000, plans=2, databases=("sqlite",)
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ import httpx
 import pytest
 from sqlalchemy import make_url
 
+from twinstep.platform.api.waiting import Waiting, answering
 from twinstep.platform.scheduler.cluster.connect import ClusterHealth
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.changes import Changes
@@ -117,3 +119,24 @@ def test_where_the_database_is_is_not_told_to_strangers(live: Any, admin: str, m
     told = live.http.get("/readyz")
     assert told.status_code == 503
     assert "10.1.2.3" not in told.text
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["on loopback", "elsewhere"])
+def test_probes_are_answered_while_a_database_is_waited_for(tells: bool) -> None:
+    waiting = Waiting(tells_addresses=tells)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with answering(listener, waiting), httpx.Client(base_url=url, trust_env=False, timeout=20) as http:
+            assert http.get("/healthz").status_code == 200
+            assert http.get("/readyz").json()["detail"] == "waits for the database"
+            waiting.on_wait(f"connection to {ADDRESS} failed")
+            ready = http.get("/readyz")
+            assert (ready.status_code, ready.json()["ready"]) == (503, False)
+            assert ("10.1.2.3" in ready.text) == tells
+            assert "waits for the database" in ready.json()["detail"]
+            for answer in (http.get("/v1/jobs"), http.post("/v1/jobs", json={"name": "a"}), http.get("/")):
+                assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
+                assert int(answer.headers["retry-after"]) > 0
+                assert ("10.1.2.3" in answer.text) == tells
+        with socket.create_connection(listener.getsockname()) as later, listener.accept()[0] as taken:
+            assert taken.getsockname() == later.getpeername(), "whoever comes next is served by who comes next"

@@ -40,6 +40,7 @@ def gone(*, confirmed: bool = True) -> ClusterSight:
 FRESH = wants(S.PENDING, Sent.NOTHING)
 BEGUN = wants(S.QUEUED, Sent.MAYBE)
 LONG = {"active_seconds": 11.0, "max_seconds": 10.0}
+WAITED = {"waited_seconds": 11.0, "max_wait_seconds": 10.0}
 ROWS = [
     # before a launch
     (FRESH, None, D.LAUNCH, None),
@@ -49,6 +50,19 @@ ROWS = [
     (replace(FRESH, before=1), None, D.MOVE, S.QUEUED),
     (replace(FRESH, before=1, state=S.QUEUED), None, D.SAY, None),
     (replace(FRESH, before=1, cancel=True), None, D.MOVE, S.CANCELLED),
+    # waited too long
+    (replace(FRESH, **WAITED), None, D.MOVE, S.FAILED),
+    (replace(FRESH, waited_seconds=10.0, max_wait_seconds=10.0), None, D.LAUNCH, None),
+    (replace(FRESH, cancel=True, **WAITED), None, D.MOVE, S.CANCELLED),
+    (replace(FRESH, suspend=True, **WAITED), None, D.MOVE, S.QUEUED),
+    (replace(FRESH, before=1, **WAITED), None, D.MOVE, S.FAILED),
+    (wants(S.QUEUED, **WAITED), sees(S.QUEUED), D.DELETE, None),
+    (wants(S.QUEUED, **WAITED), sees(S.QUEUED, deleting=True), D.SAY, None),
+    (wants(S.QUEUED, **WAITED), sees(S.FAILED, deleting=True), D.SAY, None),
+    (wants(S.QUEUED, **WAITED), sees(S.STARTING), D.MOVE, S.STARTING),
+    (wants(S.QUEUED, **WAITED), gone(), D.MOVE, S.FAILED),
+    (wants(S.QUEUED, suspend=True, suspended=True, **WAITED), sees(S.QUEUED), D.SAY, S.QUEUED),
+    (wants(S.RUNNING, **WAITED), sees(S.RUNNING), D.SAY, S.RUNNING),
     # a launch that may have come through
     (BEGUN, None, D.KEEP, None),
     (BEGUN, gone(confirmed=False), D.CONFIRM, None),
@@ -128,6 +142,8 @@ wanteds = st.builds(
     before=st.none() | st.integers(1, 3),
     active_seconds=st.floats(0, 20),
     max_seconds=st.none() | st.just(10.0),
+    waited_seconds=st.sampled_from([0.0, 11.0]),
+    max_wait_seconds=st.none() | st.just(10.0),
     silent_seconds=st.none() | st.floats(0, 200),
     reported=st.booleans(),
 )

@@ -466,3 +466,21 @@ def test_all_verbs_at_once_lose_nothing_and_double_nothing(plane: Plane) -> None
     events = [event for event in plane.service.list_events(job.id).items if event.name == "cancel_requested"]
     assert len({event.run_id for event in events}) == len(events)
     assert plane.cluster.workloads() == {}
+
+
+@pytest.mark.parametrize("verb", ["retry", "resume", "resize"])
+def test_of_a_job_whose_project_is_gone_no_run_begins_and_it_says_why(
+    store: Store, settings: Settings, verb: str
+) -> None:
+    plane = Plane(store, settings)
+    users = plane.service.accounts.users
+    users.create_project("team", namespace="default", queue=None, image=None)
+    spec = {"name": "a-job", "accelerator": TPU, "kubernetes": {"image": IMAGE}}
+    job = plane.service.submit_job(validate_spec(spec), project="team")
+    store.move(job.run_id, to=S.FAILED, if_version=1, reason="so it went", actor="scheduler")
+    users.delete_project("team")
+    size = (Resize(topology="2x2x1"),) if verb == "resize" else ()
+    with pytest.raises(ConflictError, match=r"project team .* was deleted") as told:
+        getattr(plane.verbs, verb)(job.id, *size, actor="user")
+    assert "another project" in told.value.remedy
+    assert len(plane.service.list_runs(job.id)) == 1

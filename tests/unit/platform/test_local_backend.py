@@ -19,7 +19,8 @@ from twinstep.platform.scheduler.decide import Seen
 from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.scheduler.procs import Process, kill_group_of_run
 from twinstep.platform.settings import Settings
-from twinstep.spec.job import JobSpec, RuntimeSpec
+from twinstep.spec.job import JobSpec
+from twinstep.spec.running import RuntimeSpec
 
 SPEC = JobSpec(name="sleeps", runtime=RuntimeSpec(stop_grace_seconds=0.3))
 Backends = Callable[[], LocalBackend]

@@ -439,6 +439,70 @@ def test_a_run_that_took_too_long_is_stopped_and_says_its_limit(
     assert (run.state, "runtime.max_seconds is 3600" in run.reason) == (S.FAILED, True)
 
 
+def waits_for_quota(cluster: StandInCluster, run_id: str) -> None:
+    workload = cluster.of(run_id)
+    workload["spec"]["suspend"] = True
+    workload["metadata"].setdefault("labels", {})["kueue.x-k8s.io/queue-name"] = "here"
+
+
+def test_a_run_that_waits_in_its_queue_for_too_long_leaves_it_and_says_so(
+    plane: Plane, cluster: StandInCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = plane.launched(runtime={"max_wait_seconds": 3600})
+    waits_for_quota(cluster, job.run_id)
+    plane.passes()
+    assert plane.run(job).state is S.QUEUED
+    later, passed = time.time() + 3601, uptime() + 3601
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.time.time", lambda: later)
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.uptime", lambda: passed)
+    plane.passes(2)
+    assert cluster.asked.count("delete") == 1
+    assert "its queue" in plane.run(job).reason, "it says what it waited for"
+    cluster.collect()
+    plane.passes(2)
+    run = plane.run(job)
+    assert (run.state, "runtime.max_wait_seconds is 3600" in run.reason) == (S.FAILED, True), run.reason
+    assert run.waiting_since is None
+    assert cluster.there == {}
+    assert "max_wait_seconds" in plane.service.explain_job(job.id).next_step
+
+
+def test_a_wait_begins_anew_where_a_run_is_taken_off_its_nodes_or_resumed(
+    plane: Plane, cluster: StandInCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = plane.running(runtime={"max_wait_seconds": 3600})
+    assert plane.run(job).waiting_since is None
+    begun = time.time()
+    waits_for_quota(cluster, job.run_id)
+    plane.passes()
+    run = plane.run(job)
+    assert (run.state, run.waiting_since is not None and run.waiting_since >= begun) == (S.QUEUED, True)
+    plane.service.verbs.suspend(job.id, actor="user")
+    now, passed = time.time, uptime()
+    for module in ("scheduler.cluster.reconcile", "store.attempts"):
+        monkeypatch.setattr(f"twinstep.platform.{module}.time.time", lambda: now() + 7200)
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.uptime", lambda: passed + 7200)
+    plane.passes(2)
+    assert "delete" not in cluster.asked, "who suspends a run lets it wait"
+    plane.service.verbs.resume(job.id, actor="user")
+    plane.passes(2)
+    assert "delete" not in cluster.asked, "from the resume on it may wait as long as before"
+
+
+@pytest.mark.parametrize("jump", [90_000, -90_000])
+def test_a_clock_that_is_set_ends_no_wait(
+    plane: Plane, cluster: StandInCluster, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    job = plane.launched(runtime={"max_wait_seconds": 3600})
+    waits_for_quota(cluster, job.run_id)
+    plane.passes()
+    now = time.time
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.time.time", lambda: now() + jump)
+    plane.passes(2)
+    assert "delete" not in cluster.asked
+    assert plane.run(job).state is S.QUEUED
+
+
 @pytest.mark.parametrize("jump", [90_000, -90_000])
 def test_a_clock_that_is_set_takes_no_runs_time(
     plane: Plane, cluster: StandInCluster, monkeypatch: pytest.MonkeyPatch, jump: float

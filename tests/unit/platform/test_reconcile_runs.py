@@ -396,3 +396,24 @@ def test_a_place_keeps_its_id(settings: Settings) -> None:
     assert len({backend.home() for backend in made}) == 1
     assert made[0].home()
     assert [path.name for path in settings.runs_dir.iterdir()] == [".home"]
+
+
+def test_a_run_that_waits_for_a_slot_too_long_fails_and_the_others_wait_on(
+    planes, wait, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = planes(parallel=0)
+    short, long = (
+        plane.store.create_job(JobSpec.model_validate({"name": "reports-1", "runtime": {"max_wait_seconds": seconds}}))
+        for seconds in (60, 600)
+    )
+    plane.reconciler.run_once()
+    plane.reconciler.run_once()
+    assert {plane.store.run(job.run_id).state for job in (short, long)} == {RunState.QUEUED}
+    now = reconcile.time.time
+    monkeypatch.setattr(reconcile.time, "time", lambda: now() + 61)
+    plane.reconciler.run_once()
+    run = plane.store.run(short.run_id)
+    assert (run.state, run.waiting_since) == (RunState.FAILED, None)
+    assert "runtime.max_wait_seconds is 60" in run.reason
+    assert plane.store.run(long.run_id).state is RunState.QUEUED
+    assert plane.starts(short.run_id) == 0

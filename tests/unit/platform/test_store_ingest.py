@@ -162,3 +162,28 @@ def test_a_batch_of_any_size_takes_one_transaction_of_a_few_statements(store: St
     store.ingest(run_id, [metric(seq, loss=0.1, auc=0.2, ne=0.3) for seq in range(2, count + 2)])
     assert [each for each in said if each != "BEGIN"] == ["SELECT", "UPDATE", "INSERT"]
     assert len(store.metrics(run_id, limit=5000).items) == 1 + 3 * count
+
+
+def test_time_that_is_not_finite_is_left_out_and_what_is_stored_can_be_read(store: Store) -> None:
+    run_id = starting(store)
+    spent = {"step": 2.0, "other": math.inf, "compile": math.nan}
+    progress = ProgressRecord(seq=1, time=1, phase="training", step=1, total_steps=2, goodput=math.nan, time_s=spent)
+    base = {"backend": "eager", "steps": 1, "examples": 1, "examples_per_s": 1.0, "compile_s": 0.0, "train_s": 1.0}
+    rest = {"eval_s": 0.0, "final_loss": None, "auc": None, "ne": None, "eval_examples": 0}
+    summary = RunSummary.model_validate({**base, **rest, "time_s": spent, "goodput": math.inf, "chip_hours": math.nan})
+    store.ingest(run_id, [progress, ResultRecord(seq=2, time=1, summary=summary)])
+    run = store.run(run_id)
+    assert run.progress is not None
+    assert run.summary is not None
+    assert (run.progress.goodput, run.progress.time_s["step"], run.progress.time_s["other"]) == (None, 2.0, None)
+    assert run.summary.time_s == {"step": 2.0}
+    assert store.job(run.job_id).summary == run.summary
+
+
+def test_what_a_worker_calls_its_time_takes_no_more_room_than_names_do(store: Store) -> None:
+    run_id = starting(store)
+    many = {f"part-{number}" + "x" * 1000: 1.0 for number in range(5000)}
+    store.ingest(run_id, [ProgressRecord(seq=1, time=1, phase="training", step=1, total_steps=2, time_s=many)])
+    progress = store.run(run_id).progress
+    assert progress is not None
+    assert len(str(progress.time_s)) < 10_000

@@ -10,7 +10,7 @@ import pytest
 
 from twinstep.spec.errors import CompileError, TrainError
 from twinstep.spec.parse import validate_spec
-from twinstep.spec.report import RunSummary
+from twinstep.spec.report import TIME_PARTS, RunSummary
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.prefetch import Prefetch
 from twinstep.worker.train.evaluate import evaluate
@@ -30,6 +30,7 @@ class Notes:
         self.metrics: list[tuple[int, dict[str, float | None]]] = []
         self.events: list[str] = []
         self.phases: list[str] = []
+        self.accounts: list[dict[str, Any]] = []
         self.on_event: Callable[[str], None] = lambda name: None
 
     def metric(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -40,10 +41,9 @@ class Notes:
         self.events.append(name)
         self.on_event(name)
 
-    def progress(
-        self, phase: str, step: int, total_steps: int, *, examples_per_s: float | None, eta_s: float | None
-    ) -> None:
+    def progress(self, phase: str, step: int, total_steps: int, **more: Any) -> None:
         self.phases.append(phase)
+        self.accounts.append(more)
         self.on_event(phase)
 
     def result(self, summary: RunSummary) -> None:
@@ -193,3 +193,23 @@ def test_a_step_that_is_done_again_has_the_learning_rate_it_had() -> None:
         rates.append(float(job._optimizers["dense"].param_groups[0]["lr"]))
     assert rates[0] == rates[2] < rates[1] < 5e-4
     job.close()
+
+
+def test_progress_tells_where_the_time_went_and_all_of_it(slow_data: float) -> None:
+    notes = Notes()
+    work = trainer(notes, steps=8, eval_batches=1)
+    started = time.perf_counter()
+    summary = work.train()
+    wall = time.perf_counter() - started
+    assert summary is not None
+    told = notes.accounts[-1]
+    assert set(told["time_s"]) <= set(TIME_PARTS)
+    assert told["time_s"]["input_wait"] > 3 * slow_data
+    assert 0 < told["goodput"] < 1
+    assert sum(told["time_s"].values()) == pytest.approx(told["chip_hours"] * 3600, rel=0.02), "one device"
+    assert told["tokens_per_s"] > 0
+    assert notes.of("tokens_per_s")
+    assert sum(summary.time_s.values()) == pytest.approx(wall, rel=0.3, abs=0.5)
+    assert summary.goodput == pytest.approx(summary.time_s["step"] / sum(summary.time_s.values()), rel=0.05)
+    assert summary.tokens == sum(notes.of("real_tokens"))
+    assert summary.tokens_per_s == pytest.approx(summary.tokens / summary.train_s)

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import compile_path
 
 from twinstep.platform import logs
+from twinstep.platform.api.guard import asked_once
 from twinstep.platform.scheduler.accounts import Principal
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.settings import Settings
@@ -161,6 +162,10 @@ def _check_everywhere(principal: Principal, permission: Permission) -> None:
             f"{principal.user} may not {permission} in all projects with this token",
             remedy="use a token that is good everywhere; an admin makes one: twinstep token create USER --everywhere",
         )
+
+
+EVERY_ROUTE = (authorize, asked_once)
+"""What every route asks of a request, in this order, before anything else."""
 
 
 def still_reads(request: Request, job_id: str) -> Callable[[], bool]:

@@ -10,9 +10,9 @@ from starlette.routing import Match
 
 from twinstep import __version__
 from twinstep.platform.api import attempts, jobs, observe, sessions, stream, submits, users, webhooks, workers
-from twinstep.platform.api.access import ROUTES, RouteAccess, authorize, check_table
+from twinstep.platform.api.access import EVERY_ROUTE, ROUTES, RouteAccess, check_table
 from twinstep.platform.api.gate import COOKIE, Audited, LoginGate, knows_whoever_asks
-from twinstep.platform.api.guard import OriginGuard, asked_once
+from twinstep.platform.api.guard import OriginGuard
 from twinstep.platform.api.jobs import Asked
 from twinstep.platform.api.limits import Failures
 from twinstep.platform.api.observe import Observed, RequestTimer
@@ -29,6 +29,7 @@ _REF = "#/components/schemas/{model}"
 health = APIRouter(tags=["health"])
 _API = (
     submits.router,
+    submits.plans,
     jobs.router,
     attempts.router,
     stream.router,
@@ -83,7 +84,7 @@ def create_app(service: Service) -> FastAPI:
         summary="Submit training jobs, follow them, read what they reported.",
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
-        dependencies=[Depends(authorize), Depends(asked_once)],
+        dependencies=[Depends(check) for check in EVERY_ROUTE],
     )
     app.state.service = service
     app.state.observed = Observed(service)

@@ -6,6 +6,7 @@ and turns away those it does not know: with 401, from a page to the login page. 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from dataclasses import asdict
@@ -146,11 +147,8 @@ async def _who(scope: Scope, service: Service) -> Principal | None:
         OriginError: a cookie came with a change that no page of ours has sent.
     """
     accounts, headers = service.accounts, Headers(scope=scope)
-    asks = accounts.knows()
-    if asks is None:
-        asks = await run_in_threadpool(accounts.asks_for_login)
     found: Principal | None = None
-    if not asks:
+    if not await _asks_for_login(scope["app"], accounts):
         found = LOCAL
     elif (secret := bearer(headers)) is not None:
         found = await run_in_threadpool(accounts.by_token, secret)
@@ -164,6 +162,17 @@ async def _who(scope: Scope, service: Service) -> Principal | None:
     if found is not None and entry is not None:
         entry.actor, entry.token_id = found.user, found.token_id
     return found
+
+
+async def _asks_for_login(app: Any, accounts: Accounts) -> bool:
+    """Say whether a token is asked for. Of many requests at once one looks into the database, and all are told."""
+    asks = accounts.knows()
+    if asks is not None:
+        return asks
+    looking: asyncio.Task[bool] | None = getattr(app.state, "looking", None)
+    if looking is None or looking.done() or looking.get_loop() is not asyncio.get_running_loop():
+        looking = app.state.looking = asyncio.ensure_future(run_in_threadpool(accounts.asks_for_login))
+    return await asyncio.shield(looking)  # the others still wait where this request is given up
 
 
 def knows_whoever_asks(request: Request) -> bool:

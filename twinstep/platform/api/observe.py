@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from twinstep import __version__
 from twinstep.platform import logs
 from twinstep.platform.scheduler.service import Readiness, Service
+from twinstep.spec.report import TIME_PARTS
 from twinstep.spec.states import RunState
 
 router = APIRouter(tags=["health"])
@@ -26,6 +27,8 @@ router = APIRouter(tags=["health"])
 access = logging.getLogger("twinstep.access")
 QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 """Routes that machines ask every few seconds."""
+MOST_RUNS = 500
+"""Live runs that have series of their own, the oldest first: a scrape stays of bounded size."""
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the histogram of request durations, in seconds."""
 
@@ -91,20 +94,39 @@ class _Runs(Collector):
             "examples_per_s": GaugeMetricFamily(
                 "twinstep_run_examples_per_second", "Training examples a second, lately.", labels=labels
             ),
+            "tokens_per_s": GaugeMetricFamily(
+                "twinstep_run_tokens_per_second", "History tokens a second, lately.", labels=labels
+            ),
             "eta_s": GaugeMetricFamily("twinstep_run_eta_seconds", "Seconds to the last step.", labels=labels),
+            "goodput": GaugeMetricFamily(
+                "twinstep_run_goodput_ratio", "Useful step time over wall time so far.", labels=labels
+            ),
+            "chip_hours": GaugeMetricFamily(
+                "twinstep_run_chip_hours", "Chips, or devices of a CPU, times hours so far.", labels=labels
+            ),
         }
+        spent = GaugeMetricFamily(
+            "twinstep_run_time_seconds", "Wall seconds so far by what they went to.", labels=(*labels, "part")
+        )
         silence = GaugeMetricFamily(
             "twinstep_run_silence_seconds", "Since the worker was last heard of.", labels=labels
         )
-        now = time.time()
-        for run in self._service.live_runs():
+        now, live = time.time(), self._service.live_runs()
+        yield GaugeMetricFamily(
+            "twinstep_runs_untold", "Live runs beyond those that have series here.", value=max(0, len(live) - MOST_RUNS)
+        )
+        for run in live[:MOST_RUNS]:
+            seconds = run.progress.time_s if run.progress else {}
+            for part in TIME_PARTS:  # and no other: what a worker calls its time makes no series
+                if (found := seconds.get(part)) is not None:
+                    spent.add_metric((run.job_id, run.id, part), found)
             for field, family in families.items():
                 value = getattr(run.progress, field, None)
                 if value is not None:
                     family.add_metric((run.job_id, run.id), value)
             if run.heartbeat_at is not None:
                 silence.add_metric((run.job_id, run.id), max(0.0, now - run.heartbeat_at))
-        yield from (*families.values(), silence)
+        yield from (*families.values(), spent, silence)
 
 
 def _cluster(readiness: Readiness) -> Iterator[Metric]:

@@ -6,15 +6,18 @@ What is quick is done where the request is read, not in a thread: to hand a requ
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
-from twinstep.platform.api.access import Caller
+from twinstep.platform.api.access import EVERY_ROUTE, Caller, caller_of
 from twinstep.platform.api.guard import JSON_TYPE, YAML_TYPES, load_json, media_type, read_body, require_type
-from twinstep.platform.api.jobs import Asked
+from twinstep.platform.api.jobs import Asked, service_of
 from twinstep.platform.api.problems import responses
 from twinstep.platform.scheduler.accounts import Principal
 from twinstep.platform.scheduler.service import Service
@@ -28,7 +31,39 @@ from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import MAX_SPEC_BYTES, parse_spec, validate_spec
 from twinstep.spec.roles import Permission
 
-router = APIRouter(prefix="/v1", tags=["jobs"])
+KEY = r"^[\x21-\x7e]+$"
+KEY_MAX = 255
+
+
+class QuickRoute(APIRoute):
+    """A route whose handler works out plain parameters itself, and leaves all others to FastAPI's.
+
+    FastAPI's way from a request to parameters, the same for each of them, takes as long as everything else that a
+    submit takes. What it would say of a request that is not plain, it says.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a request."""
+        thorough = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            keys = request.headers.getlist("idempotency-key")
+            if request.scope["query_string"] or len(keys) > 1 or any(not _plain(key) for key in keys):
+                return await thorough(request)
+            for check in EVERY_ROUTE:
+                await check(request)
+            service, caller = await service_of(request), await caller_of(request)
+            return await answer(service, caller, await spec_in(request), None, keys[0] if keys else None)
+
+        return handle
+
+
+def _plain(key: str) -> bool:
+    return len(key) <= KEY_MAX and re.fullmatch(KEY, key) is not None
+
+
+router = APIRouter(prefix="/v1", tags=["jobs"], route_class=QuickRoute)
+plans = APIRouter(prefix="/v1", tags=["jobs"])
 
 QUICK_BYTES = 8 * 1024
 """JSON up to so long is read at once; whatever takes longer, or is wrong somewhere, is read in a thread."""
@@ -86,8 +121,8 @@ async def submit(
         str | None,
         Header(
             min_length=1,
-            max_length=255,
-            pattern=r"^[\x21-\x7e]+$",
+            max_length=KEY_MAX,
+            pattern=KEY,
             description="The same key and spec again give the job that is there: safe to send again after a time-out.",
         ),
     ] = None,
@@ -96,10 +131,15 @@ async def submit(
 
     201 where it was stored now, 200 where this key had stored it before, 409 where the key came with another spec.
     """
+    return await answer(service, caller, spec, project, idempotency_key)
+
+
+async def answer(service: Service, caller: Principal, spec: JobSpec, project: str | None, key: str | None) -> Response:
+    """Store a job; return its answer once it is committed."""
     try:
-        job, new = await _stored(service, caller, spec, project, idempotency_key, remembered=True)
+        job, new = await _stored(service, caller, spec, project, key, remembered=True)
     except (HomeChangedError, NotFoundError):  # the project that is remembered may be gone, or another
-        job, new = await _stored(service, caller, spec, project, idempotency_key, remembered=False)
+        job, new = await _stored(service, caller, spec, project, key, remembered=False)
     return Response(
         job.model_dump_json(),
         status_code=201 if new else 200,
@@ -143,7 +183,7 @@ class Plan(View):
     job was named."""
 
 
-@router.post("/jobs:plan", openapi_extra=_SPEC_BODY, responses=responses(404, 413, 415), summary="Plan a job")
+@plans.post("/jobs:plan", openapi_extra=_SPEC_BODY, responses=responses(404, 413, 415), summary="Plan a job")
 def plan(
     service: Asked,
     caller: Caller,

@@ -80,7 +80,6 @@ class Actions:
 
     def __init__(self, reader: Reader, job: JobWithRuns, *, after: Callable[[], Awaitable[None]]) -> None:
         self.reader, self.job, self.after = reader, job, after
-        self.may = reader.may_steer(job.row.id)
         self.asked = ACTIONS[-1]
         self.size: dict[str, Any] = {}
         self.buttons: dict[str, ui.element] = {}
@@ -102,7 +101,7 @@ class Actions:
     def update(self, job: JobWithRuns) -> None:
         """Show what may be done now."""
         self.job = job
-        now = possible(job) if self.may else frozenset()
+        now = possible(job) if job.may_steer else frozenset()
         for name, button in self.buttons.items():
             # Cancel stays where it is: what is looked for in a hurry must not move.
             theme.show(button, name in now or name == "cancel")

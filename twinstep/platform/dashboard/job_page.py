@@ -25,7 +25,8 @@ from twinstep.platform.dashboard.parts import (
     summary_rows,
 )
 from twinstep.platform.dashboard.reader import Reader
-from twinstep.platform.dashboard.run_parts import SHOWN_RUNS, Documents, Hosts, Timeline, Why
+from twinstep.platform.dashboard.run_parts import SHOWN_RUNS, Documents, Hosts, ShareCard, Timeline, Why
+from twinstep.platform.dashboard.shares import Shares, profile
 from twinstep.platform.dashboard.timeline import stretches
 from twinstep.platform.dashboard.views import EventLine, JobLine, JobWithRuns, LogPiece
 from twinstep.platform.scheduler.explain import SILENT_S, Explanation
@@ -78,6 +79,8 @@ class JobScreen:
             self.timeline = Timeline()
             with theme.div("tw-two"):
                 with theme.div("tw-stack"):
+                    self.goodput = ShareCard("Goodput", note="useful step time over wall time", mark="goodput")
+                    self.profile = ShareCard("Profile", note="of the steps that were traced", mark="profile")
                     self.hosts = Hosts()
                     with theme.card("Summary", note="held-out scores beside the baselines'"):
                         self.no_summary = theme.text("Shown when the run has ended well.", "tw-dim tw-small tw-note")
@@ -170,6 +173,7 @@ class JobScreen:
             self.run_id = detail.run_id
             self.log_at = -1
             self.log.reset()
+            self.profile.set(Shares())
             # A run that follows a resize is of another size.
             self.about.set_text(_about(row))
             self.log.set_hosts(detail.hosts)
@@ -184,6 +188,9 @@ class JobScreen:
         for event in events:
             if seconds := compile_seconds(event):
                 self.compile_s[event.run_id] = self.compile_s.get(event.run_id, 0.0) + seconds
+            if event.name == "profiled" and event.run_id == self.run_id:
+                self.profile.set(profile(event.data))
+        self.goodput.set(detail.goodput)
         compile_s = summary.get("compile_s", self.compile_s.get(self.run_id))
         self.facts.update(row, compile_s=compile_s, ne=summary.get("ne", nes[-1] if nes else None), now=now)
         self.charts.update(read.series)

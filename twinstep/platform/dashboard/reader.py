@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from twinstep.platform.dashboard.hosts import grid
 from twinstep.platform.dashboard.queues import QueueView, queue_view
+from twinstep.platform.dashboard.shares import goodput
 from twinstep.platform.dashboard.views import EventLine, JobLine, JobLines, JobWithRuns, LogPiece, RunLine
 from twinstep.platform.scheduler.accounts import LOCAL, Principal
 from twinstep.platform.scheduler.attempts import Resize
@@ -27,7 +28,7 @@ from twinstep.platform.scheduler.runnable import as_run
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.entry import Entry, under_way
 from twinstep.platform.store.logs import EVERYBODY
-from twinstep.platform.store.records import HostHeard, Job, LogFilter, MetricSeries, Run
+from twinstep.platform.store.records import HostHeard, Job, LogFilter, MetricSeries, Progress, Run
 from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.preflight.check import preflight
 from twinstep.preflight.words import as_text
@@ -45,6 +46,7 @@ EVENTS_PER_REFRESH = 5
 QUEUE_MOST = 1000
 LINE_POINTS = 500  # of one line of a chart
 LOG_TAIL_BYTES = 64 * 1024
+_NOTHING = Progress(time=0.0, phase="", step=0, total_steps=0)
 
 
 class Counts:
@@ -179,7 +181,9 @@ class Reader:
             in_cluster=runs[-1].backend == "kubernetes",
             suspended=job.suspend_requested_at is not None,
             heard=job.heartbeat_at,
+            may_steer=self.may_steer(job_id),
             summary=job.summary.model_dump(mode="json") if job.summary is not None else None,
+            goodput=goodput((job.summary or job.progress or _NOTHING).model_dump()),
         )
 
     def _heard(self, run: Run) -> list[HostHeard]:

@@ -9,6 +9,7 @@ from nicegui import ui
 
 from twinstep.platform.dashboard import theme, words
 from twinstep.platform.dashboard.hosts import Grid
+from twinstep.platform.dashboard.shares import Shares
 from twinstep.platform.dashboard.timeline import Stretch, totals
 from twinstep.platform.scheduler.explain import Explanation
 from twinstep.spec.words import cut, duration
@@ -77,6 +78,46 @@ class Timeline:
                             with theme.div("tw-key"):
                                 theme.div(f"tw-key-dot tw-time-{what}")
                                 theme.text(f"{what} {duration(seconds)}", "tw-small tw-num")
+
+
+class ShareCard:
+    """A stacked bar with its parts in words; not to be seen while there is nothing to say."""
+
+    def __init__(self, title: str, *, note: str, mark: str) -> None:
+        self.drawn = Shares()
+        with theme.div("tw-min tw-hide") as self.box, theme.card(title, note=note) as right:
+            with right:
+                self.says = theme.text("", "tw-num tw-h2")
+            self.body = theme.div("tw-shares").mark(mark)
+
+    def set(self, shares: Shares) -> None:
+        """Show what a time went to."""
+        if shares == self.drawn:
+            return
+        self.drawn = shares
+        theme.show(self.box, bool(shares.parts))
+        self.says.set_text(shares.says)
+        self.body.clear()
+        whole = shares.seconds or 1.0
+        with self.body:
+            with theme.div("tw-times-bar"):
+                for part, seconds in shares.parts:
+                    piece = theme.div(f"tw-times-part tw-part-{part}").style(f"width: {100 * seconds / whole:.3f}%")
+                    theme.with_props(piece, title=f"{name_of(part)}: {duration(seconds)}")
+            with theme.div("tw-times-legend"):
+                for part, seconds in shares.parts:
+                    with theme.div("tw-key"):
+                        theme.div(f"tw-key-dot tw-part-{part}")
+                        share = f"{100 * seconds / whole:.1f} %"
+                        theme.text(f"{name_of(part)} {share} · {duration(seconds)}", "tw-small tw-num")
+            with theme.div("tw-times-legend"):
+                for name, figure in shares.facts:
+                    theme.text(f"{name} {figure}", "tw-small tw-dim tw-num tw-wrap")
+
+
+def name_of(part: str) -> str:
+    """Return a part's name as people read it."""
+    return {"tensorcore": "TensorCore", "sparsecore": "SparseCore"}.get(part, part.replace("_", " "))
 
 
 class Hosts:

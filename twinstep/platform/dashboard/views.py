@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinstep.platform.dashboard.hosts import Grid
+from twinstep.platform.dashboard.shares import Shares
 from twinstep.spec.states import FINAL, RunState
 
 
@@ -93,8 +94,12 @@ class JobWithRuns:
     """Whether somebody asked for it to be suspended."""
     heard: float | None
     """When its worker was last heard of."""
+    may_steer: bool = False
+    """Whether whoever looks may cancel it, or do else to it."""
     summary: dict[str, Any] | None = None
     """RunSummary of the newest run, once it has one."""
+    goodput: Shares = field(default_factory=Shares)
+    """Where the newest run's time went; without parts before its first report."""
 
     @property
     def examples_per_step(self) -> float:

@@ -55,6 +55,9 @@ class Wanted:
     state: RunState
     cancel_requested_at: float | None = None
     slot_free: bool = False
+    waited_seconds: float = 0.0
+    """Since it is pending or queued."""
+    max_wait_seconds: float | None = None
     ahead: int = 0
     """Runs that come first: those that hold a slot, and those that were submitted earlier."""
     max_seconds: float | None = None
@@ -113,6 +116,8 @@ def decide(wanted: Wanted, sight: Sight) -> Action:
 def _before_start(wanted: Wanted) -> Action:
     if wanted.cancel_requested_at is not None:
         return _finish(RunState.CANCELLED, "cancelled before it started")
+    if wanted.max_wait_seconds is not None and wanted.waited_seconds > wanted.max_wait_seconds:
+        return _finish(RunState.FAILED, wait_limit(wanted.max_wait_seconds))
     waits = waits_for(wanted.ahead) if not wanted.slot_free else "is next to start"
     if wanted.state is RunState.PENDING:
         return Action(do=Do.ENQUEUE, reason=waits)
@@ -157,6 +162,11 @@ def _ended(wanted: Wanted, sight: Sight) -> Action:
 
 def _finish(to: RunState, reason: str) -> Action:
     return Action(do=Do.FINISH, to=to, reason=reason)
+
+
+def wait_limit(seconds: float) -> str:
+    """Say that a run waited for too long."""
+    return f"waited too long to be started: runtime.max_wait_seconds is {seconds:g}"
 
 
 def waits_for(ahead: int) -> str:

@@ -235,6 +235,11 @@ _REASONS = (
     ("it cannot be started", "refused", "mend what it names in the spec, and submit it again"),
     ("it failed more often than it may", "restarts", "read its log, mend what fails, and twinstep retry it"),
     ("stopped at its time limit", "time_limit", "raise runtime.max_seconds"),
+    (
+        "waited too long to be started",
+        "wait_limit",
+        "raise runtime.max_wait_seconds, ask for a smaller machine, or twinstep retry it when there is room",
+    ),
     ("stopped from outside", "stopped", "submit it again"),
     ("its supervisor vanished", "supervisor_lost", "submit it again: the machine restarted, or somebody killed it"),
     ("its supervisor could not be started", "supervisor", "see the control plane's own output; disk, process limits"),

@@ -7,7 +7,7 @@ go on. Nothing waits for a process or a file inside a transaction.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
@@ -17,7 +17,8 @@ from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.scheduler.passes import Passes, trouble_with
 from twinstep.platform.store.records import Run
 from twinstep.platform.store.store import Store
-from twinstep.spec.job import JobSpec, RuntimeSpec
+from twinstep.spec.job import JobSpec
+from twinstep.spec.running import RuntimeSpec
 from twinstep.spec.states import ACTIVE, RunState
 
 GONE_S = 300.0  # a run that another control plane was asked to stop so long ago, and that is silent, has nobody
@@ -46,12 +47,16 @@ class Reconciler(Passes):
         self._slots = max_parallel_runs
         self._spools: dict[str, _Spool] = {}
         """Per live run; lost at a restart, after which a spool is read from its beginning once more."""
+        self._limits: dict[str, float | None] = {}
+        """Of the wait of each run that waits."""
 
     def run_once(self) -> None:
         """Look at every run that is not final, and do the one thing each needs."""
         everybodys = self._store.live_runs(backend="local")
         runs = [run for run in everybodys if self._ours(run)]
-        held = sum(run.state in ACTIVE for run in runs)
+        held, now = sum(run.state in ACTIVE for run in runs), time.time()
+        waiting = {run.id for run in runs if run.state not in ACTIVE}
+        self._limits = {run_id: limit for run_id, limit in self._limits.items() if run_id in waiting}
         # Of all control planes: each says the same of a run that waits for any of them.
         ahead, told = sum(run.state in ACTIVE for run in everybodys), []
         holders = {run.job_id for run in everybodys if run.state in ACTIVE}
@@ -63,7 +68,12 @@ class Reconciler(Passes):
                         self._look_after(run)
                         continue
                     slot_free = held < self._slots and run.job_id not in holders
-                    action = decide(_wanted(run, slot_free=slot_free, ahead=ahead), _UNSEEN)
+                    wanted = replace(
+                        _wanted(run, slot_free=slot_free, ahead=ahead),
+                        waited_seconds=max(0.0, now - (run.waiting_since or now)),
+                        max_wait_seconds=self._wait_limit(run),
+                    )
+                    action = decide(wanted, _UNSEEN)
                     ahead += 1
                     if action.do is Do.EXPLAIN:
                         told.append((run, action.reason))
@@ -98,6 +108,13 @@ class Reconciler(Passes):
         spec = self._spec(run)
         sight = self._backend.observe(run.id)
         self._apply(run, decide(_wanted(run, spec=spec), sight), sight, spec)
+
+    def _wait_limit(self, run: Run) -> float | None:
+        """Return the limit of a run's wait, which is read once."""
+        if run.id not in self._limits:
+            spec = self._spec(run)
+            self._limits[run.id] = None if spec is None else spec.runtime.max_wait_seconds
+        return self._limits[run.id]
 
     def _spec(self, run: Run) -> JobSpec | None:
         """Return a run's spec; None where an older or newer version wrote it, and this one cannot read it."""

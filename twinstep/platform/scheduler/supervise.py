@@ -63,6 +63,7 @@ class _Watch:
         self.stopped: str | None = None
         self.kill_at: float | None = None
         self.restarts = 0
+        self.began = time.monotonic()
         self.heart = _Heart(run_dir / "heartbeat", order.get("hang_seconds"))
 
     def run(self) -> None:
@@ -82,11 +83,10 @@ class _Watch:
         if how["problem"] or (how["stopped"] is None and how["code"] in NEVER_AGAIN):
             return False
         self.restarts += 1
-        os.environ["TWINSTEP_RESTART"] = json.dumps(
-            {"count": self.restarts, "reason": _in_words(how), "step": self.heart.step()}
-        )
-        self.stopped = self.kill_at = None
         ends = time.monotonic() + PAUSE_S
+        told = {"count": self.restarts, "reason": _in_words(how), "step": self.heart.step()}
+        os.environ["TWINSTEP_RESTART"] = json.dumps(told | {"seconds": round(ends - self.began, 3)})
+        self.stopped = self.kill_at = None
         while (got := self._wait(ends)) is not None:
             if got != signal.SIGCHLD:
                 how["stopped"] = "asked"

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, case, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from twinstep.platform.store.database import Database
 from twinstep.platform.store.ids import new_id
 from twinstep.platform.store.moves import add_event
 from twinstep.platform.store.submits import known_job, remember_key
-from twinstep.platform.store.tables import RunRow
+from twinstep.platform.store.tables import JobRow, RunRow
 from twinstep.platform.store.troubles import again
+from twinstep.platform.store.users import held_projects
 from twinstep.spec.errors import ConflictError
 from twinstep.spec.states import LIVE, RunState
 
@@ -92,7 +93,12 @@ class Attempts:
             update(RunRow)
             .where(RunRow.id == run_id, RunRow.state.in_(sorted(LIVE)), RunRow.cancel_requested_at.is_(None))
             .where(column.is_(None) if suspended else column.is_not(None))
-            .values(suspend_requested_at=now if suspended else None, version=RunRow.version + 1)
+            # A wait begins anew once it may go on.
+            .values(
+                suspend_requested_at=now if suspended else None,
+                waiting_since=case((RunRow.waiting_since.is_not(None), now), else_=None),
+                version=RunRow.version + 1,
+            )
             .returning(RunRow.job_id)
         )
         with self._database.write() as connection:
@@ -122,6 +128,12 @@ def _add(connection: Connection, job_id: str, wanted: NewAttempt, *, actor: str)
     ).one()
     if (newest.id, newest.version) != (wanted.after, wanted.version):
         raise _changed_meanwhile(job_id)
+    project: str = connection.execute(select(JobRow.project).where(JobRow.id == job_id)).scalar_one()
+    if not held_projects(connection, {project}):
+        raise ConflictError(
+            f"the project {project} of job {job_id} was deleted: no run of it can begin",
+            remedy="submit its spec to another project: twinstep submit SPEC --project NAME",
+        )
     now, run_id, attempt = time.time(), new_id("run"), newest.attempt + 1
     stops = newest.state in LIVE
     said = f"attempt {attempt}{wanted.says}"
@@ -153,6 +165,7 @@ def _add(connection: Connection, job_id: str, wanted: NewAttempt, *, actor: str)
             reason=f"{wanted.verb} by {actor}; the scheduler has not looked at it yet",
             version=1,
             created_at=now,
+            waiting_since=now,
             acked_seq=0,
         )
     )

@@ -19,12 +19,13 @@ from twinstep.platform.store.search import spec_of_run
 from twinstep.platform.store.tables import JobRow, RunRow
 from twinstep.platform.store.troubles import again
 from twinstep.spec.errors import NotFoundError, StateError, TwinstepError
-from twinstep.spec.states import ACTIVE, FINAL, LIVE, RunState
+from twinstep.spec.states import FINAL, LIVE, RunState
 
 ACTOR = "scheduler"
 _COLUMNS = (
     "id", "job_id", "attempt", "state", "reason", "version", "restarts", "cluster", "diagnosis",
     "cancel_requested_at", "suspend_requested_at", "suspended_at", "active_since", "active_seconds", "heartbeat_at",
+    "waiting_since",
 )  # fmt: skip
 
 
@@ -48,6 +49,7 @@ class ClusterRun:
     active_since: float | None
     active_seconds: float
     heartbeat_at: float | None
+    waiting_since: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,9 +114,12 @@ class ClusterRuns:
 
     @again
     def clock_jumped(self, seconds: float) -> None:
-        """Move the moments since which runs are active along with a clock that was set: no time has gone by."""
-        active = RunRow.active_since.is_not(None) & RunRow.state.in_(sorted(ACTIVE)) & (RunRow.backend == "kubernetes")
-        query = update(RunRow).where(active).values(active_since=RunRow.active_since + seconds)
+        """Move the moments since which runs are active, or wait, along with a clock that was set: no time went by."""
+        query = (
+            update(RunRow)
+            .where(RunRow.state.in_(sorted(LIVE)), RunRow.backend == "kubernetes")  # what is null stays so
+            .values(active_since=RunRow.active_since + seconds, waiting_since=RunRow.waiting_since + seconds)
+        )
         with self._database.write() as connection:
             connection.execute(query)
 

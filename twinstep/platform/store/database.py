@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,12 @@ SECRET_OPTIONS = ("password", "sslpassword", "passfile")  # of a URL's query: as
 class Database:
     """An engine and its transactions: `read()` and `write()`."""
 
-    def __init__(self, url: str, *, wait_s: float = 0.0) -> None:
+    def __init__(self, url: str, *, wait_s: float = 0.0, on_wait: Callable[[str], None] = lambda problem: None) -> None:
         """Open the database at `url` and run the migrations.
 
         Args:
             wait_s: how long a server that does not answer yet is waited for.
+            on_wait: is told, before each pause, what keeps the server from answering.
 
         Raises:
             UnavailableError: the place cannot be made, read or written, or a newer Twinstep wrote the database.
@@ -56,7 +57,7 @@ class Database:
             self._reads = postgresql.reads(self._engine)
         self._writes: Engine = self._engine.execution_options(twinstep_writes=True)
         try:
-            self._bring_up_to_date(wait_s)
+            self._bring_up_to_date(wait_s, on_wait)
         except (UnavailableError, DatabaseError) as error:
             self._engine.dispose()
             sqlite.unmake(made)
@@ -64,7 +65,7 @@ class Database:
             remedy = error.remedy if isinstance(error, UnavailableError) else "give another data directory (--data-dir)"
             raise UnavailableError(f"the database {self.where} cannot be used: {problem}", remedy=remedy) from None
 
-    def _bring_up_to_date(self, wait_s: float) -> None:
+    def _bring_up_to_date(self, wait_s: float, on_wait: Callable[[str], None]) -> None:
         ends = time.monotonic() + wait_s
         for failures in itertools.count(1):
             try:
@@ -78,6 +79,7 @@ class Database:
                 if self.dialect == "sqlite" or time.monotonic() + pause > ends:
                     raise
                 left = ends - time.monotonic()
+                on_wait(error.problem)
                 log.warning("waiting for the database %s, %.0f s at most: %s", self.where, left, error.problem)
                 time.sleep(pause)
 

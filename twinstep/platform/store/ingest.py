@@ -20,6 +20,7 @@ from twinstep.spec.errors import NotFoundError
 from twinstep.spec.report import EventRecord, MetricRecord, ProgressRecord, Record, ResultRecord
 from twinstep.spec.states import RunState
 
+MAX_PARTS, MAX_PART = 32, 64  # of what time went to; characters of a name
 MAX_NAME = 200  # characters of a metric's name, as its column has it
 _ADD_POINTS = sqlite_insert(MetricRow).on_conflict_do_nothing()
 # One statement for a whole batch: PostgreSQL takes a row by itself ten times slower. Ids follow the order of the rows.
@@ -128,7 +129,9 @@ def _collect(record: Record, rows: _Rows, *, run_id: str, job_id: str) -> None:
             }
         )
     elif isinstance(record, ProgressRecord):
-        rows.run["progress"] = clean(record.model_dump(exclude={"kind", "seq"}))
+        told = record.model_dump(exclude={"kind", "seq"})
+        told["time_s"] = _few(told["time_s"])
+        rows.run["progress"] = clean(told)
     elif isinstance(record, ResultRecord):
         rows.run["summary"] = _clean_summary(record.summary.model_dump())
 
@@ -179,7 +182,13 @@ def _finite(value: float | None) -> float | None:
 def _clean_summary(summary: dict[str, Any]) -> dict[str, Any]:
     """Clean a summary; what may not be null there (a rate over no time at all, say) becomes 0."""
     nullable = ("final_loss", "auc", "ne")
-    return {
+    found = {
         name: 0.0 if value is not None and item is None and name not in nullable else item
         for (name, value), item in zip(summary.items(), clean(summary).values(), strict=True)
     }
+    return found | {"time_s": {part: each for part, each in _few(found["time_s"]).items() if each is not None}}
+
+
+def _few(seconds: Any) -> dict[str, float | None]:
+    """Return what a worker's time went to, of few parts with short names: a newer worker may know more of them."""
+    return {part[:MAX_PART]: each for part, each in list(seconds.items())[:MAX_PARTS]}

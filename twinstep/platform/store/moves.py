@@ -17,7 +17,7 @@ from twinstep.platform.store.audit import write_entry
 from twinstep.platform.store.outbox import put_in_outbox, type_of, webhooks_told
 from twinstep.platform.store.tables import EventRow, RunRow
 from twinstep.spec.errors import NotFoundError
-from twinstep.spec.states import ACTIVE, FINAL, RunState, check_move
+from twinstep.spec.states import ACTIVE, FINAL, WAITING, RunState, check_move
 
 log = logging.getLogger(__name__)
 # Made once: the making of a statement takes longer than its execution.
@@ -31,6 +31,7 @@ _STANDING = (
         RunRow.state,
         RunRow.version,
         RunRow.started_at,
+        RunRow.waiting_since,
         RunRow.active_since,
         RunRow.active_seconds,
     )
@@ -103,6 +104,10 @@ def _times(row: Any, path: Sequence[RunState], time: float) -> dict[str, Any]:
         times["started_at"] = time
     if path[-1] in FINAL:
         times["finished_at"] = time
+    if path[-1] in WAITING:
+        times |= {} if RunState(row.state) in WAITING else {"waiting_since": time}
+    elif row.waiting_since is not None:
+        times["waiting_since"] = None
     if path[-1] in ACTIVE and row.active_since is None:
         times["active_since"] = time
     elif path[-1] not in ACTIVE and row.active_since is not None:

@@ -34,6 +34,14 @@ class Progress(View):
     """Training examples per second, lately."""
     eta_s: float | None = None
     """Seconds to the last step."""
+    tokens_per_s: float | None = None
+    """History tokens that fill a slot, a second, lately."""
+    goodput: float | None = None
+    """Useful step time over wall time so far, all attempts that go on from one another together."""
+    chip_hours: float | None = None
+    """Chips (devices on a CPU) × hours of wall time so far."""
+    time_s: dict[str, float | None] = Field(default_factory=dict)
+    """Wall seconds so far by what they went to: step, input_wait, compile, checkpoint, …"""
 
 
 class Workload(View):
@@ -129,6 +137,9 @@ class Run(_Standing):
     """What it is in the cluster; null before anything was sent there."""
     diagnosis: Diagnosis | None = None
     """What the cluster says of it; null where it said nothing yet."""
+    waiting_since: float | None = None
+    """Since when it waits to be started, or to go on; null while it is active, and once it has ended.
+    runtime.max_wait_seconds limits a wait."""
     active_since: float | None = None
     """Since when it is started or runs; null while it waits, and once it has ended."""
     active_seconds: float = 0.0

@@ -47,13 +47,15 @@ _JOB = select_jobs().where(JobRow.id == bindparam("job_id"))
 class Store:
     """The control plane's memory, on one database."""
 
-    def __init__(self, url: str, *, wait_s: float = 0.0) -> None:
+    def __init__(self, url: str, *, wait_s: float = 0.0, on_wait: Callable[[str], None] = lambda problem: None) -> None:
         """Open the database at `url`, making or migrating its tables; wait so long for a server that is away.
+
+        `on_wait` is told meanwhile what keeps it from answering.
 
         Raises:
             UnavailableError: it cannot be used.
         """
-        self._database = Database(url, wait_s=wait_s)
+        self._database = Database(url, wait_s=wait_s, on_wait=on_wait)
         self.changes = Changes()
         self.series = SeriesReader(self._database)
         """Metrics as charts want them."""

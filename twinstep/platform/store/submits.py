@@ -31,6 +31,7 @@ from twinstep.spec.errors import ConflictError, TwinstepError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.states import RunState
 
+HELD_BYTES = 2047  # HASHLIB_GIL_MINSIZE - 1 in CPython's Modules/hashlib.h
 # Made once: the making of a statement takes longer than its execution.
 _NEW_JOB = insert(JobRow)
 _NEW_RUN = insert(RunRow)
@@ -167,6 +168,7 @@ def _write(connection: Connection, new: Sequence[tuple[Submit, str]]) -> None:
                 "reason": "submitted; the scheduler has not looked at it yet",
                 "version": 1,
                 "created_at": now,
+                "waiting_since": now,
                 "acked_seq": 0,
             }
         )
@@ -220,7 +222,12 @@ def remember_key(connection: Connection, owner: str, key: str, request: dict[str
 
 def digest_of(request: dict[str, Any]) -> str:
     """Return what a request is known by."""
-    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+    text, found = json.dumps(request, sort_keys=True).encode(), hashlib.sha256()
+    # hashlib lets other threads run while it takes in more than 2047 bytes, which takes it microseconds; to get its
+    # turn again takes as long as another thread may keep it, 5 ms. On the event loop every request would wait so long.
+    for begin in range(0, len(text), HELD_BYTES):
+        found.update(text[begin : begin + HELD_BYTES])
+    return found.hexdigest()
 
 
 def _known(connection: Connection, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], tuple[str, str]]:

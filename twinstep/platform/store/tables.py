@@ -83,6 +83,8 @@ class RunRow(Base):
     suspend_requested_at: Mapped[float | None]
     suspended_at: Mapped[float | None]
     """When the cluster was told to suspend it; null once it was told to go on."""
+    waiting_since: Mapped[float | None]
+    """Since when it is pending or queued; null while it is active, and once it has ended."""
     active_since: Mapped[float | None]
     active_seconds: Mapped[float] = mapped_column(server_default="0")
     """Spent active before `active_since`."""

@@ -57,6 +57,8 @@ class PreviousWorker:
     """How the one before ended, in words."""
     step: int
     """Steps that it had done."""
+    seconds: float = 0.0
+    """Since the first worker was started, until this one was."""
 
 
 def previous_worker() -> PreviousWorker | None:
@@ -66,7 +68,10 @@ def previous_worker() -> PreviousWorker | None:
         return None
     try:
         found = json.loads(told)
-        return PreviousWorker(count=int(found["count"]), reason=str(found["reason"]), step=int(found["step"]))
+        seconds = float(found.get("seconds", 0.0))
+        return PreviousWorker(
+            count=int(found["count"]), reason=str(found["reason"]), step=int(found["step"]), seconds=seconds
+        )
     except (ValueError, TypeError, KeyError):
         return None
 

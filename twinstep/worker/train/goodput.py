@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from twinstep.spec.accelerator import CpuSpec, GpuSpec
 from twinstep.spec.job import JobSpec
+from twinstep.spec.report import TIME_PARTS
 from twinstep.spec.topology import slice_shape
 
 STEP = "step"
-PARTS = (STEP, "input_wait", "compile", "checkpoint", "evaluate", "restart", "redone", "start", "other")
-"""`restart`: from the checkpoint that an attempt goes on from to its own start; `start`: from there to its first batch;
-`redone`: steps that dropped batches made vain or be done again; `other`: reports, and whatever nothing else names."""
 
 
 class Goodput:
@@ -24,7 +23,7 @@ class Goodput:
         self._clock = clock
         self._begun = clock() if begun is None else begun
         self._chips = chips
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds = dict.fromkeys(TIME_PARTS, 0.0)
         self._carried = 0.0
 
     def add(self, part: str, seconds: float) -> None:
@@ -69,6 +68,11 @@ class Goodput:
     def share(self) -> float:
         """Useful step time over wall time, 0…1."""
         return self._seconds[STEP] / max(self.wall, 1e-9)
+
+    def account(self) -> dict[str, Any]:
+        """Return what a progress record says of it."""
+        seconds = {part: round(each, 3) for part, each in self.seconds().items() if each}
+        return {"goodput": self.share, "chip_hours": self.chip_hours, "time_s": seconds}
 
     @property
     def chip_hours(self) -> float:

@@ -14,7 +14,7 @@ from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import BaselineScore, RunSummary
 from twinstep.spec.words import EXIT_PREEMPTED
-from twinstep.worker.compile import CompileEvent, CompileWarning, Runner
+from twinstep.worker.compile import CompileEvent, CompileWarning
 from twinstep.worker.data.badrows import varying_features
 from twinstep.worker.data.baselines import baseline_aucs
 from twinstep.worker.data.batch import BatchStats
@@ -28,17 +28,19 @@ from twinstep.worker.train.engines import Parts, Prepared, make_stepper
 from twinstep.worker.train.environment import grace_seconds, previous_worker
 from twinstep.worker.train.evaluate import evaluate
 from twinstep.worker.train.goodput import Goodput, chips_of
+from twinstep.worker.train.graphs import SavedGraphs
 from twinstep.worker.train.guard import MOST, SPAN, LossGuard
 from twinstep.worker.train.heartbeat import Heartbeat
 from twinstep.worker.train.processes import Process, Together
+from twinstep.worker.train.profiling import Profiling
 from twinstep.worker.train.progress import ProgressView
-from twinstep.worker.train.report import Reporter
+from twinstep.worker.train.report import Phase, Reporter
 from twinstep.worker.train.rewind import Interrupted, Rewind
 from twinstep.worker.train.saving import Saving, place_of, run_tensors
 from twinstep.worker.train.schedule import Schedule
 from twinstep.worker.train.scores import Scores, Window
 from twinstep.worker.train.shared import SharedSaving, loaded_as, make_loaders, shared_stop
-from twinstep.worker.train.speed import Speed
+from twinstep.worker.train.speed import Speed, told_of
 from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
 from twinstep.worker.train.versions import software_versions
 
@@ -108,10 +110,11 @@ class Trainer:
         self._eval_seconds = 0.0
         self._compiled_before = 0.0
         self._last_loss = math.nan
-        self._saved_graphs: set[str] = set()
+        self._graphs = SavedGraphs(run_dir, tell=self._event)
         self._speed = Speed()
         self._last_progress = 0.0
         self._heart = Heartbeat(run_dir)
+        self._profiling = Profiling(spec, run_dir, tell=self._event)
         self._since_copy: dict[int, float] = {}  # seconds of each step that a rewind may make vain
         self._guard = LossGuard(spike=spec.train.loss_spike)
         self._evaluated = -1
@@ -148,6 +151,8 @@ class Trainer:
             self.close()  # another may write there
             raise
         if manifest is None:
+            before = previous_worker()
+            self._goodput.carry({}, gap=0.0 if before is None else before.seconds)  # nothing of it is left
             self._event_of_restart(0)
             return
         about = manifest.about
@@ -209,6 +214,7 @@ class Trainer:
         """Wait for the last checkpoint, and let others write where this run did."""
         self._heart.close()
         self._stepper.close()
+        self._profiling.close()
         if self._saving is not None:
             self._saving.close()
 
@@ -232,14 +238,16 @@ class Trainer:
                     if self._stop.asked:
                         return None
                     self._check_time()
-                    asked, ready = time.perf_counter(), batches.ready
-                    batch, stats = next(batches)
-                    if self._stop.asked:
-                        return None
-                    waited = time.perf_counter() - asked
-                    self._meter.add(stats, waited=waited, ready=ready)
-                    if not self._one_step(batch, stats, waited=waited):
-                        break
+                    with self._profiling.step(self.step + 1):
+                        asked, ready = time.perf_counter(), batches.ready
+                        with self._profiling.waiting():
+                            batch, stats = next(batches)
+                        if self._stop.asked:
+                            return None
+                        waited = time.perf_counter() - asked
+                        self._meter.add(stats, waited=waited, ready=ready)
+                        if not self._one_step(batch, stats, waited=waited):
+                            break
         self._speed.end()
         if self._saving is not None and self.spec.checkpoint.periodic and not self.spec.checkpoint.keep_best:
             self._save()
@@ -295,9 +303,10 @@ class Trainer:
         finally:
             self._stop.end_between_steps()  # `_compiling` made it otherwise, and a compile that failed says no word
         if self.spec.debug.save_graph and self.spec.compile.backend != "eager":
-            self._save_graph(self._stepper.runner(batch, sizes=self._sizes))
-        output = program()
-        loss = float(output.loss)  # waits for the step
+            self._graphs.save(self._stepper.runner(batch, sizes=self._sizes))
+        with self._profiling.computing():
+            output = program()
+            loss = float(output.loss)  # waits for the step
         compiling = self._stepper.compile_seconds - compiled
         seconds = time.perf_counter() - started - compiling
         self._goodput.add("input_wait", waited)
@@ -313,7 +322,7 @@ class Trainer:
             return False
         self.step += 1
         self._last_loss = loss
-        self._speed.lap(stats.examples)
+        self._speed.lap(stats.examples, stats.real_tokens)
         self._heart.beat("training", self.step)
         self._tell(output, stats, step_ms=seconds * 1e3)
         windowed = self._window.add(output.logits, self._stepper.batch_of(batch), step=self.step)
@@ -379,20 +388,6 @@ class Trainer:
         prepared = self._stepper.prepare(batch)
         float(self._stepper.program(prepared, sizes=self._sizes, step=number)().loss)
 
-    def _save_graph(self, program: Runner) -> None:
-        """Write the captured graph as text, named by its key, beside the run's files, or here for a run by hand."""
-        if program.key.digest in self._saved_graphs:
-            return
-        self._saved_graphs.add(program.key.digest)
-        path = (self._run_dir or Path.cwd()) / f"graph-{program.key.digest}.txt"
-        try:
-            path.write_text(program.captured.text, encoding="utf-8")
-        except OSError as error:  # a wish for looking closer, no reason to end a run
-            self._view.say(f"the captured graph cannot be written to {path}: {error.strerror}")
-            return
-        self._reporter.event("graph_saved", f"the captured graph is in {path.name}", {"file": path.name})
-        self._view.say(f"captured graph: {path}")
-
     def _tell(self, output: Any, stats: BatchStats, *, step_ms: float) -> None:
         """Report a step's numbers and where the run is."""
         step, total = self.step, self.spec.train.steps
@@ -406,6 +401,7 @@ class Trainer:
                 "step_ms": step_ms,
                 **self._meter.report(),
                 "examples_per_s": self._speed.examples_per_s,
+                "tokens_per_s": self._speed.tokens_per_s,
                 "real_tokens": float(stats.real_tokens),
                 "dummy_tokens": float(stats.dummy_tokens),
                 "events_cut": float(stats.events_cut),
@@ -417,8 +413,12 @@ class Trainer:
         now = time.monotonic()
         if now - self._last_progress >= PROGRESS_EVERY or step == total:
             self._last_progress = now
-            self._reporter.progress("training", step, total, examples_per_s=self._speed.examples_per_s, eta_s=eta)
+            self._progress("training", eta_s=eta)
         self._view.step(step, loss=self._last_loss, examples_per_s=self._speed.examples_per_s, eta_s=eta)
+
+    def _progress(self, phase: Phase, *, eta_s: float | None = None) -> None:
+        step, total = self.step, self.spec.train.steps
+        self._reporter.progress(phase, step, total, **told_of(phase, self._speed, self._goodput), eta_s=eta_s)
 
     def _evaluate(self) -> Scores | None:
         """Score held-out data and report it; None, and not a word, where a stop was asked for meanwhile."""
@@ -427,9 +427,7 @@ class Trainer:
         started = time.perf_counter()
         self._heart.beat("evaluating", self.step)
         self._view.evaluating()
-        self._reporter.progress(
-            "evaluating", self.step, self.spec.train.steps, examples_per_s=self._speed.examples_per_s, eta_s=None
-        )
+        self._progress("evaluating")
         self._stepper.pull()
         scores = evaluate(
             self._model,
@@ -456,7 +454,7 @@ class Trainer:
     def _compiling(self, reason: str) -> None:
         self._heart.beat("compiling", self.step)
         self._view.compiling(reason)
-        self._reporter.progress("compiling", self.step, self.spec.train.steps, examples_per_s=None, eta_s=None)
+        self._progress("compiling")
         self._stop.end_at_once()
 
     def _compiled(self, event: CompileEvent) -> None:
@@ -483,6 +481,8 @@ class Trainer:
             steps=self.step,
             examples=self._speed.examples,
             examples_per_s=self._speed.examples_per_s_overall,
+            tokens=self._speed.tokens,
+            tokens_per_s=self._speed.tokens_per_s_overall,
             compile_s=self._compile_seconds,
             train_s=self._speed.seconds,
             eval_s=self._eval_seconds,

@@ -38,7 +38,14 @@ class Reporter(Protocol):
     def event(self, name: str, reason: str, data: Mapping[str, Any] | None = None) -> None: ...
 
     def progress(
-        self, phase: Phase, step: int, total_steps: int, *, examples_per_s: float | None, eta_s: float | None
+        self,
+        phase: Phase,
+        step: int,
+        total_steps: int,
+        *,
+        examples_per_s: float | None,
+        eta_s: float | None,
+        **more: Any,
     ) -> None: ...
 
     def result(self, summary: RunSummary) -> None: ...
@@ -56,7 +63,14 @@ class NoReporter:
         """Drop it."""
 
     def progress(
-        self, phase: Phase, step: int, total_steps: int, *, examples_per_s: float | None, eta_s: float | None
+        self,
+        phase: Phase,
+        step: int,
+        total_steps: int,
+        *,
+        examples_per_s: float | None,
+        eta_s: float | None,
+        **more: Any,
     ) -> None:
         """Drop it."""
 
@@ -86,11 +100,24 @@ class SpoolReporter:
         self._append("event", name=name, reason=reason[:MAX_TEXT], data=dict(data or {}))
 
     def progress(
-        self, phase: Phase, step: int, total_steps: int, *, examples_per_s: float | None, eta_s: float | None
+        self,
+        phase: Phase,
+        step: int,
+        total_steps: int,
+        *,
+        examples_per_s: float | None,
+        eta_s: float | None,
+        **more: Any,
     ) -> None:
-        """Report where the run is."""
+        """Report where the run is; `more`: tokens_per_s, goodput, chip_hours and time_s of a `ProgressRecord`."""
         self._append(
-            "progress", phase=phase, step=step, total_steps=total_steps, examples_per_s=examples_per_s, eta_s=eta_s
+            "progress",
+            phase=phase,
+            step=step,
+            total_steps=total_steps,
+            examples_per_s=examples_per_s,
+            eta_s=eta_s,
+            **more,
         )
 
     def result(self, summary: RunSummary) -> None:

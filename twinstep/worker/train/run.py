@@ -57,7 +57,8 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
         if summary is None:
             sys.exit(code)
         reporter.result(summary)
-        reporter.progress("done", steps, spec.train.steps, examples_per_s=summary.examples_per_s, eta_s=0.0)
+        more = summary.model_dump(include={"tokens_per_s", "goodput", "chip_hours", "time_s"})
+        reporter.progress("done", steps, spec.train.steps, examples_per_s=summary.examples_per_s, eta_s=0.0, **more)
         return summary
     except BaseException as error:
         stop.end_between_steps()  # a second SIGTERM must not cut the report of the end short

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from twinstep.platform.scheduler.cluster.status import Finding
-from twinstep.spec.states import ACTIVE, FINAL, RunState
+from twinstep.platform.scheduler.decide import wait_limit
+from twinstep.spec.states import ACTIVE, FINAL, WAITING, RunState
 
 SILENT_S = 60.0  # a worker reports every second or two
 
@@ -43,6 +44,9 @@ class ClusterWanted:
     active_seconds: float = 0.0
     """Spent starting or running so far."""
     max_seconds: float | None = None
+    waited_seconds: float = 0.0
+    """Since it is pending or queued; 0 while it is active."""
+    max_wait_seconds: float | None = None
     silent_seconds: float | None = None
     """Since the worker was last heard of; None where it has nowhere to report to."""
     reported: bool = False
@@ -111,6 +115,8 @@ def _before_launch(wanted: ClusterWanted) -> ClusterAction:
         return _move(wanted, RunState.CANCELLED, "cancelled before it started")
     if wanted.suspend:
         return _say_queued(wanted, "is suspended, as it was asked to be, and was not started yet")
+    if _waited_too_long(wanted):
+        return _move(wanted, RunState.FAILED, _wait_limit(wanted))
     if wanted.before is not None:
         return _say_queued(wanted, f"waits for attempt {wanted.before} to stop")
     return _action(wanted, ClusterDo.LAUNCH)
@@ -131,19 +137,24 @@ def _gone(wanted: ClusterWanted, sight: ClusterSight) -> ClusterAction:
         return _move(wanted, RunState.CANCELLED, "cancelled")
     if _too_long(wanted):
         return _move(wanted, RunState.FAILED, _time_limit(wanted))
+    if _waited_too_long(wanted):
+        return _move(wanted, RunState.FAILED, _wait_limit(wanted))
     return _move(wanted, RunState.FAILED, sight.finding.reason)
 
 
 def _there(wanted: ClusterWanted, sight: ClusterSight) -> ClusterAction:
     finding = sight.finding
     # Pods that are told to stop fail; a set that failed while it was taken down did so because it was.
-    taken_down = sight.deleting and finding.state is RunState.FAILED and (wanted.cancel or _too_long(wanted))
+    ended = wanted.cancel or _too_long(wanted) or _waited_too_long(wanted)
+    taken_down = sight.deleting and finding.state is RunState.FAILED and ended
     if finding.state in FINAL and not taken_down:
         return _move(wanted, finding.state, finding.reason, restarts=finding.restarts)
     if wanted.cancel:
         return _taken_down(wanted, sight, "is being taken down")
     if _too_long(wanted):
         return _taken_down(wanted, sight, _time_limit(wanted))
+    if _waited_too_long(wanted) and finding.state is RunState.QUEUED:  # one that was admitted just now may start
+        return _taken_down(wanted, sight, f"{_wait_limit(wanted)}; it {finding.reason}")
     if sight.deleting:
         return _action(wanted, ClusterDo.SAY, reason="somebody else has its objects deleted", finding=finding)
     if wanted.suspend and not wanted.suspended:
@@ -182,6 +193,15 @@ _NEVER_HEARD = "but its worker has not reported yet: see that its pods reach the
 
 def _too_long(wanted: ClusterWanted) -> bool:
     return wanted.max_seconds is not None and wanted.active_seconds > wanted.max_seconds
+
+
+def _waited_too_long(wanted: ClusterWanted) -> bool:
+    waits = wanted.state in WAITING and not wanted.suspend
+    return waits and wanted.max_wait_seconds is not None and wanted.waited_seconds > wanted.max_wait_seconds
+
+
+def _wait_limit(wanted: ClusterWanted) -> str:
+    return wait_limit(wanted.max_wait_seconds or 0.0)
 
 
 def _time_limit(wanted: ClusterWanted) -> str:

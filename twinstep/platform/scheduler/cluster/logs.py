@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 THREADS = 8
 LOOK_S = 0.25  # between two looks at which pods there are and whose log is due
 SOONEST_S, LATEST_S = 0.5, 8.0  # between two requests for one log: who writes, who is silent
+RESCUE_S = 2.0  # what who leads has not read by then of a pod that ends, others read
 PER_SECOND = 100.0  # requests at most, whatever there is to collect
 BUDGET = 8 * 1024 * 1024  # bytes of one log that are read at once; others wait meanwhile
 CHUNK = 256 * 1024  # bytes that are stored at once
@@ -138,7 +139,7 @@ class LogCollector:
         while not self._stopping.wait(LOOK_S):
             try:
                 if not self._leads():
-                    self._let_go()
+                    self._rescue()
                     continue
                 allowed = min(PER_SECOND, allowed + PER_SECOND * LOOK_S)
                 for run_id in self._mirror.runs():
@@ -167,11 +168,32 @@ class LogCollector:
             for key in [key for key, feed in self._feeds.items() if key[0] not in there and feed.busy is None]:
                 del self._feeds[key]
 
-    def _let_go(self) -> None:
-        """Forget how far was read: who leads now reads on, and this one asks the store when it leads again."""
+    def _rescue(self) -> None:
+        """While another leads, read the logs of pods that end where that one has not read them to their ends.
+
+        It may have died together with them, and they may be gone before this one leads. What both read is stored once.
+        All else is forgotten: who leads reads it, and how far, the store says when this one leads again.
+        """
+        ending = {
+            (pod["metadata"]["uid"], container): Feed(run_id=run_id, pod=pod, container=container)
+            for run_id in self._mirror.runs()
+            for pod in self._mirror.pods(run_id)
+            for container in _begun(pod)
+            if pod["metadata"].get("deletionTimestamp") or _state(pod, container) == "terminated"
+        }
+        now = time.monotonic()
         with self._lock:
-            for key in [key for key, feed in self._feeds.items() if feed.busy is None]:
+            for key in [key for key, feed in self._feeds.items() if key not in ending and feed.busy is None]:
                 del self._feeds[key]
+            for key, seen in ending.items():
+                feed = self._feeds.setdefault(key, seen)
+                feed.due = feed.due if feed is not seen else now + RESCUE_S
+                feed.pod = seen.pod
+            due = [feed for key, feed in self._feeds.items() if key in ending and feed.busy is None and feed.due <= now]
+        due = [feed for feed in due if not self._done(feed)]
+        for feed in due[: int(PER_SECOND * LOOK_S)]:
+            feed.source = None  # who leads may have read on
+            self._submit(feed)
 
     def _ask(self, most: int) -> int:
         now = time.monotonic()
@@ -222,6 +244,8 @@ class LogCollector:
             if feed.source is None:
                 feed.gone = True
                 return False, True
+            if self._done(feed):
+                return False, True  # another collector came to its end
         came = False
         if feed.source.place.instance < _instance(feed.pod, feed.container):
             came, at_end = self._change_over(feed, feed.source.place)

@@ -213,7 +213,7 @@ class ClusterReconciler(Passes):
     def _wanted(self, run: ClusterRun, now: _Pass) -> ClusterWanted:
         clock = time.time()
         active = run.active_seconds + (0.0 if run.active_since is None else max(0.0, clock - run.active_since))
-        first = now.before[run.job_id]
+        first, limits = now.before[run.job_id], self._spec(run).get("runtime", {})
         heard = max(run.heartbeat_at or 0.0, run.active_since or clock)
         return ClusterWanted(
             state=run.state,
@@ -224,7 +224,9 @@ class ClusterReconciler(Passes):
             restarts=run.restarts,
             before=first if first < run.attempt else None,
             active_seconds=active,
-            max_seconds=self._spec(run).get("runtime", {}).get("max_seconds") if run.state in ACTIVE else None,
+            max_seconds=limits.get("max_seconds") if run.state in ACTIVE else None,
+            waited_seconds=0.0 if run.waiting_since is None else max(0.0, clock - run.waiting_since),
+            max_wait_seconds=limits.get("max_wait_seconds"),
             silent_seconds=None if self._workers.api_url is None else clock - heard,
             reported=run.heartbeat_at is not None,
         )
