@@ -19,7 +19,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch.autograd.profiler import record_function
-from torch.autograd.profiler_util import DeviceType
 from torch.profiler import ProfilerActivity
 
 from twinstep.spec.errors import UnavailableError
@@ -182,7 +181,7 @@ def spans_of_torch(events: Sequence[Any], *, cuda: bool) -> Iterator[Span]:
     On a CPU a program computes as long as it runs; what Inductor compiled leaves no record of its own in it.
     """
     for event in events:
-        on_device = event.device_type != DeviceType.CPU
+        on_device = event.device_type.name != "CPU"
         what: What | None = _MARKS.get(event.name) if not on_device else None
         if _COLLECTIVE.match(event.name):
             what = "collectives"
