@@ -9,12 +9,14 @@ from twinstep.preflight.changes import changes_for
 from twinstep.preflight.chips import where
 from twinstep.preflight.model import Modelled, modelled
 from twinstep.preflight.report import Change, Preflight, Problem
-from twinstep.preflight.roofline import step_time
+from twinstep.preflight.roofline import copied_bytes, step_time
+from twinstep.preflight.tiles import LANES
 from twinstep.preflight.words import gib
 from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import JobSpec
 
 MAX_CHANGES = 6
+COPIES_TOLD = 256 << 20  # bytes that copies of tables move in a step, from which it is worth a word
 
 
 def preflight(spec: JobSpec) -> Preflight:
@@ -35,7 +37,7 @@ def preflight(spec: JobSpec) -> Preflight:
         step=step_time(spec, found.shape, found.memory, found.where),
         problems=problems,
         changes=changes[:MAX_CHANGES],
-        notes=_notes(found),
+        notes=_notes(spec, found),
     )
 
 
@@ -143,7 +145,7 @@ FIELDS = {
 """The field of a spec that most decides a category."""
 
 
-def _notes(found: Modelled) -> tuple[str, ...]:
+def _notes(spec: JobSpec, found: Modelled) -> tuple[str, ...]:
     notes = []
     if unknown := found.shape.unknown:
         notes.append(
@@ -153,6 +155,12 @@ def _notes(found: Modelled) -> tuple[str, ...]:
     guessed = [table.name for table in found.shape.tables if table.rows and not table.exact]
     if guessed:
         notes.append(f"rows of {', '.join(guessed)} are the most there can be; the data decides")
+    if (copied := copied_bytes(spec, found.memory, found.where)) >= COPIES_TOLD:
+        notes.append(
+            f"rows of {spec.model.embedding_dim} floats are no whole lanes of {LANES}: a step copies its tables, "
+            f"{gib(copied)} moved a device; a model.embedding_dim of {-(-spec.model.embedding_dim // LANES) * LANES} "
+            "spares that"
+        )
     if found.where.kind == "gpu":
         notes.append("memory on GPUs is counted, and was held to no measurement")
     return tuple(notes)

@@ -15,6 +15,7 @@ from twinstep.preflight.parameters import ACTION_DIM
 from twinstep.preflight.report import Bound, StepTime
 from twinstep.preflight.shapes import DataShape
 from twinstep.preflight.state import is_quiet
+from twinstep.preflight.tiles import LANES
 from twinstep.preflight.tokens import SPARSE_ROWS_PER_ID, Work, batch_ids, layers_are_fused, work_of
 from twinstep.spec.job import JobSpec
 from twinstep.spec.model import DLRMSpec, DLRMv3Spec
@@ -30,7 +31,7 @@ def step_time(spec: JobSpec, shape: DataShape, memory: Memory, where: Where) -> 
         return None
     work = work_of(spec, shape, where)
     flops = step_flops(spec, shape, work, fused=where.kind == "tpu" and layers_are_fused(spec, work))
-    moved = hbm_traffic(spec, shape, memory, work)
+    moved = hbm_traffic(spec, shape, memory, work) + copied_bytes(spec, memory, where)
     sent = sent_bytes(spec, shape, memory, where)
     mixed = "mixed_precision" in (spec.compile.strategies or ())
     seconds: dict[Bound, float] = {
@@ -112,6 +113,15 @@ def hbm_traffic(spec: JobSpec, shape: DataShape, memory: Memory, work: Work) -> 
     dense = 4 * parts["dense parameters"] + 2 * parts["dense gradients"] + 2 * parts["dense optimizer"]
     rows = work.looked_up * max(len(shape.item_features), 1) * spec.model.embedding_dim * FLOAT
     return float(dense + 6 * rows + 2 * (parts["activations"] + parts["attention"] + parts["batch"]))
+
+
+def copied_bytes(spec: JobSpec, memory: Memory, where: Where) -> float:
+    """Return bytes that a TPU moves to copy tables of narrow rows into whole lanes, and to update them as they lie."""
+    width = spec.model.embedding_dim
+    if where.kind != "tpu" or spec.embedding.engine != "dense" or width % LANES == 0:
+        return 0.0
+    tables = sum(each.bytes for each in memory.state if each.role == "table")
+    return tables * (2 + (width + -width % LANES) / width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from twinstep.preflight.check import preflight
 from twinstep.spec.errors import CompileError, SpecError, UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.slices import parse_slice
@@ -193,8 +194,12 @@ def test_a_compiler_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_a_small_step_compiles_for_a_slice_with_its_state_donated_and_few_collectives() -> None:
-    found = ahead.compile_spec(SPEC, effort="quick")
+def test_a_small_step_compiles_for_a_slice_with_its_state_donated_and_few_collectives(tmp_path: Path) -> None:
+    spec = SPEC.model_copy(update={"compile": SPEC.compile.model_copy(update={"cache_dir": str(tmp_path)})})
+    found = ahead.compile_spec(spec, effort="quick", keep=True)
+    assert found.kept is not None
+    assert Path(found.kept).is_relative_to(tmp_path)
+    assert preflight(spec).hbm == pytest.approx(found.hbm.peak, rel=0.1)
     assert found.devices == 4
     # 32 Mi rows of 16 floats, 2 GiB: on meta, spread over the devices, beside the optimizer's sum of each row.
     assert found.sharded == (

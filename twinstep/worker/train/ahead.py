@@ -29,7 +29,7 @@ from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, MultiHotSchema, meta_
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_meta_model
 from twinstep.worker.train.asked import sizes_of, strategies_of
-from twinstep.worker.train.environment import cache_directory
+from twinstep.worker.train.environment import cache_path
 from twinstep.worker.train.sparsecore import ahead_parts
 from twinstep.worker.train.step import make_train_step
 from twinstep.worker.train.tables import cores_of_slice
@@ -189,7 +189,7 @@ def main() -> None:
             topology=request["topology"],
             strategies=request["strategies"],
             effort=request["effort"],
-            keep=cache_directory(spec) if request["keep"] else None,
+            keep=cache_path(spec) if request["keep"] else None,
         )
         answer: dict[str, Any] = {"report": done.report.as_json()}
     except TwinstepError as error:

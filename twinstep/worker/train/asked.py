@@ -1,8 +1,12 @@
-"""What a spec asks of the compiler, as strategies, and the sizes of its batches by name."""
+"""What a spec asks of the compiler: strategies, the mesh, sizes by name, programs that were compiled ahead."""
 
 from __future__ import annotations
 
+from twinstep.spec.accelerator import TpuSpec
 from twinstep.spec.job import CompileSpec, JobSpec
+from twinstep.spec.placement import Mesh
+from twinstep.spec.slices import Slice
+from twinstep.worker.compile.shipped import Shipped
 from twinstep.worker.compile.strategies import (
     DEFAULT_STRATEGIES,
     Rematerialise,
@@ -10,6 +14,7 @@ from twinstep.worker.compile.strategies import (
     SparseEmbedding,
     Strategy,
 )
+from twinstep.worker.train.environment import cache_path, mesh_axes
 
 MIB = 1 << 20
 
@@ -44,3 +49,23 @@ def sizes_of(spec: JobSpec) -> dict[str, int]:
         "uih_budget": data.uih_budget or data.uih_len,
         "num_candidates": data.num_candidates,
     }
+
+
+def mesh_for(spec: JobSpec) -> Mesh | None:
+    """Return the mesh that a spec's step is spread over: all devices of its slice, or of the host; None: one device."""
+    if isinstance(spec.accelerator, TpuSpec):
+        return Mesh.of_slice(_slice(spec.accelerator).devices * spec.accelerator.slices)
+    axes = mesh_axes(spec)
+    return None if axes is None else Mesh.of(axes)
+
+
+def shipped_for(spec: JobSpec) -> Shipped | None:
+    """Return the programs that preflight compiled for a spec's slice; None where it asks for none, or has no cache."""
+    directory = cache_path(spec)
+    if not isinstance(spec.accelerator, TpuSpec) or directory is None:
+        return None
+    return Shipped(directory, _slice(spec.accelerator).name)
+
+
+def _slice(asked: TpuSpec) -> Slice:
+    return Slice(asked.generation, asked.topology)

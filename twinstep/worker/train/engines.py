@@ -21,8 +21,8 @@ from twinstep.worker.compile import CompileEvent, CompileWarning, Runner, StepCo
 from twinstep.worker.data.batch import BATCH_DIMS, BatchStats
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch
-from twinstep.worker.train.asked import strategies_of
-from twinstep.worker.train.environment import cache_directory, mesh_axes
+from twinstep.worker.train.asked import mesh_for, shipped_for, strategies_of
+from twinstep.worker.train.environment import cache_directory
 from twinstep.worker.train.processes import Together
 from twinstep.worker.train.step import make_train_step
 
@@ -54,7 +54,8 @@ class Parts:
         spec = self.spec
         return {
             "backend": spec.compile.backend,
-            "mesh": mesh_axes(spec),
+            "mesh": mesh_for(spec),
+            "shipped": shipped_for(spec),
             "strategies": strategies_of(spec.compile, spec.embedding.engine),
             "cache_dir": cache_directory(spec),
             "on_start": self.on_start,

@@ -172,11 +172,15 @@ def usable_processors() -> int:
 
 def cache_directory(spec: JobSpec) -> Path | None:
     """Return the directory of the compile cache, or None where the spec wants none, or processes are several."""
-    if not spec.compile.cache or Process.from_environment().count > 1:
-        return None  # a program of several processes is one process's part, and no other's
-    if spec.compile.cache_dir is not None:
-        return Path(spec.compile.cache_dir).expanduser()
-    return users_cache()
+    # A program of several processes is one process's part, and no other's.
+    return None if Process.from_environment().count > 1 else cache_path(spec)
+
+
+def cache_path(spec: JobSpec) -> Path | None:
+    """Return the same whether or not processes are several: what was compiled ahead is all devices' program."""
+    if not spec.compile.cache:
+        return None
+    return users_cache() if spec.compile.cache_dir is None else Path(spec.compile.cache_dir).expanduser()
 
 
 def users_cache() -> Path:

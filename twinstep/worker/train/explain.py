@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
-from twinstep.worker.train.environment import mesh_axes, prepare_environment, usable_processors
+from twinstep.worker.train.environment import prepare_environment, usable_processors
 
 if TYPE_CHECKING:
     from twinstep.worker.compile.inspection import Inspectable
@@ -38,7 +38,7 @@ def look_at(spec: JobSpec, *, backend: Literal["inductor", "xla"] | None = None)
     from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS
     from twinstep.worker.embedding.optim import build_optimizers
     from twinstep.worker.models.registry import build_model
-    from twinstep.worker.train.asked import strategies_of
+    from twinstep.worker.train.asked import mesh_for, strategies_of
     from twinstep.worker.train.step import make_train_step
 
     torch.set_num_threads(spec.runtime.threads or usable_processors())
@@ -53,7 +53,7 @@ def look_at(spec: JobSpec, *, backend: Literal["inductor", "xla"] | None = None)
         build_optimizers(spec.optimizers, model),
         backend=chosen.backend,
         batch_dims=BATCH_DIMS | MULTI_HOT_DIMS,
-        mesh=mesh_axes(spec),
+        mesh=mesh_for(spec),
         strategies=strategies_of(chosen, spec.embedding.engine),
     )
     return compiler.look(batch, sizes={"batch_size": spec.data.batch_size, "uih_len": spec.data.uih_len})
