@@ -139,7 +139,7 @@ FIELDS = {
     "batch": "data.batch_size",
     "activations": "data.batch_size",
     "attention": "data.batch_size",
-    "workspace": "data.batch_size",
+    "table copy": "model.embedding_dim",
     "dense optimizer": "optimizers.dense.kind",
 }
 """The field of a spec that most decides a category."""

@@ -15,7 +15,7 @@ from twinstep.preflight.parameters import Parameter
 from twinstep.preflight.report import Part, Problem
 from twinstep.preflight.shapes import DataShape
 from twinstep.preflight.state import Held, batch_bytes
-from twinstep.preflight.tiles import LANES
+from twinstep.preflight.tiles import LANES, is_copied
 from twinstep.preflight.tokens import (
     Work,
     attention_is_fused,
@@ -61,11 +61,8 @@ def memory_of(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], whe
         Part("batch", batch_bytes(spec, shape, where), f"{work.rows} rows of {spec.data.batch_size}"),
         Part("activations", _activations(spec, shape, work, where), "values that the backward pass reads"),
         Part("attention", _attention(spec, work), "scores, where attention is no kernel"),
-        Part(
-            "workspace",
-            _workspace(spec, shape, engine.state, where),
-            "what the compiler keeps within a step, and its code",
-        ),
+        Part("table copy", _table_copy(spec, engine.state, where), "the largest table in whole rows of lanes"),
+        Part("program", _program(spec, shape, work, where), "the program's own code"),
     )
     return Memory(parts=parts, state=engine.state, refused=engine.refused)
 
@@ -119,22 +116,23 @@ def _attention(spec: JobSpec, work: Work) -> int:
 
 CODE = 6 << 20
 CODE_OF_TABLE = 1400 << 10
-CODE_OF_LAYER = 3 << 20
-"""Bytes of the program, and how many more for each table and layer: fitted."""
+CODE_OF_LAYER, CODE_OF_OPEN_LAYER = 3 << 20, 25 << 20
+"""Bytes of the program, and how many more for each table and each layer, in one kernel or not: fitted."""
 
 
-def _workspace(spec: JobSpec, shape: DataShape, state: tuple[Held, ...], where: Where) -> int:
-    """Return what the TPU compiler takes besides: its program, and the widest copy of a table.
-
-    A table of narrow rows lies in memory by columns, so that no lane is wasted, and is copied to whole rows of lanes
-    before rows are gathered. Copies of several tables follow one another.
-    """
+def _program(spec: JobSpec, shape: DataShape, work: Work, where: Where) -> int:
+    """Return what a TPU's program takes itself."""
     if where.kind != "tpu":
         return 0
     layers = spec.model.num_layers if isinstance(spec.model, DLRMv3Spec) else 0
-    code = CODE + CODE_OF_TABLE * len(shape.tables) + CODE_OF_LAYER * layers
+    layer = CODE_OF_LAYER if layers_are_fused(spec, work) else CODE_OF_OPEN_LAYER
+    return CODE + CODE_OF_TABLE * len(shape.tables) + layer * layers
+
+
+def _table_copy(spec: JobSpec, state: tuple[Held, ...], where: Where) -> int:
+    """Return the widest copy of a table that a TPU's step makes (`tiles.is_copied`); others follow one another."""
     width = spec.model.embedding_dim
-    if width % LANES == 0 or spec.embedding.engine != "dense":
-        return code
+    if where.kind != "tpu" or not is_copied(width) or spec.embedding.engine != "dense":
+        return 0
     rows = [each.bytes // (width * FLOAT) for each in state if each.role == "table"]
-    return code + max(rows, default=0) * (width + -width % LANES) * FLOAT
+    return max(rows, default=0) * (width + -width % LANES) * FLOAT

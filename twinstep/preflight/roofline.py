@@ -15,7 +15,7 @@ from twinstep.preflight.parameters import ACTION_DIM
 from twinstep.preflight.report import Bound, StepTime
 from twinstep.preflight.shapes import DataShape
 from twinstep.preflight.state import is_quiet
-from twinstep.preflight.tiles import LANES
+from twinstep.preflight.tiles import LANES, is_copied
 from twinstep.preflight.tokens import SPARSE_ROWS_PER_ID, Work, batch_ids, layers_are_fused, work_of
 from twinstep.spec.job import JobSpec
 from twinstep.spec.model import DLRMSpec, DLRMv3Spec
@@ -118,7 +118,7 @@ def hbm_traffic(spec: JobSpec, shape: DataShape, memory: Memory, work: Work) -> 
 def copied_bytes(spec: JobSpec, memory: Memory, where: Where) -> float:
     """Return bytes that a TPU moves to copy tables of narrow rows into whole lanes, and to update them as they lie."""
     width = spec.model.embedding_dim
-    if where.kind != "tpu" or spec.embedding.engine != "dense" or width % LANES == 0:
+    if where.kind != "tpu" or spec.embedding.engine != "dense" or not is_copied(width):
         return 0.0
     tables = sum(each.bytes for each in memory.state if each.role == "table")
     return tables * (2 + (width + -width % LANES) / width)
