@@ -53,6 +53,7 @@ class Missed:
     """Why no stored program is used."""
 
     why: str
+    """Empty where none is kept for any step."""
 
 
 class Shipped:
@@ -121,7 +122,7 @@ class Shipped:
                       if getattr(there, field.name) != getattr(wanted, field.name)]  # fmt: skip
             if differ and (best is None or len(differ) < best[0]):
                 best = len(differ), reason(there, wanted)
-        return "none is stored" if best is None else f"the one that is stored differs: {best[1]}"
+        return "" if best is None else f"the one that is stored differs: {best[1]}"
 
 
 def _as_key(fields: Mapping[str, Any]) -> CompileKey:

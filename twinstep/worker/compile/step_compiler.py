@@ -432,7 +432,7 @@ class StepCompiler:
         return ProgramStore(self._cache_dir / "programs", max_bytes=max_bytes, warn=self._cache_unusable)
 
     def _say_not_used(self, why: str) -> None:
-        if self._on_warning and self._shipped is not None:
+        if why and self._on_warning and self._shipped is not None:
             text = f"no program compiled ahead for {self._shipped.target} is used: {why}; the step is compiled here"
             self._on_warning(CompileWarning(name="ahead_not_used", text=text, data={"why": why}))
 
