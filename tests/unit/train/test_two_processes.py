@@ -46,6 +46,7 @@ def spec_of(model: dict[str, Any], engine: str, checkpoints: Path, *, devices: i
         "data": CLICKS if model is DLRM else HISTORIES,
         "accelerator": {"kind": "cpu", "devices": devices},
         "compile": {"backend": "xla", "cache": False},
+        "optimizers": {"dense": {"kind": "sgd", "lr": 0.05}},
         "embedding": {"engine": engine},
         "train": {"steps": steps, "eval_batches": 2},
         "checkpoint": {"path": str(checkpoints), "every_steps": 2},
@@ -90,7 +91,7 @@ def trained(spec: dict[str, Any], folder: Path, count: int) -> list[dict[str, An
         command = [sys.executable, "-m", "twinstep", "train", str(path)]
         running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [each.wait(timeout=280) for each in running]
+        codes = [each.wait(timeout=900) for each in running]
     finally:
         for each in running:
             each.kill()
@@ -107,7 +108,7 @@ def numbers(records: list[dict[str, Any]], name: str) -> list[float]:
     return [each["values"][name] for each in records if each["kind"] == "metric" and name in each["values"]]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("model", "engine", "devices"),
     [
