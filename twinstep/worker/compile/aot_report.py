@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from twinstep.worker.compile.hlo import Collective
+from twinstep.worker.compile.overlap import Overlap
 
 Effort = Literal["quick", "full"]
 """How long the TPU compiler may look for fast code. `quick` takes about half of the time, and is for asking;
@@ -93,6 +94,8 @@ class AotReport:
     versions: tuple[tuple[str, str], ...]
     passes: tuple[tuple[str, int], ...]
     """Nodes that each pass of ours changed."""
+    overlap: Overlap | None = None
+    """TensorCore work beside SparseCore calls; None: of a report before there was one. `quick` does not schedule so."""
     kept: str | None = None
     """File that the program is kept in, for a run on the slice; None: it was not asked for, or cannot be kept."""
 
@@ -118,6 +121,7 @@ class AotReport:
                 "sharded": tuple(found["sharded"]),
                 "traffic": tuple(Traffic(**each) for each in found["traffic"]),
                 "collectives": tuple(Collective(**each) for each in found["collectives"]),
+                "overlap": Overlap(**found["overlap"]) if found.get("overlap") else None,
                 "versions": tuple(found["versions"].items()),
                 "passes": tuple(found["passes"].items()),
             }

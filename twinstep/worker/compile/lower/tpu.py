@@ -34,6 +34,7 @@ from twinstep.worker.compile.lower.tpu_words import in_plain_words
 from twinstep.worker.compile.lower.xla import as_jax, parts_of, result_dtypes
 from twinstep.worker.compile.lower.xla_around import with_around
 from twinstep.worker.compile.lower.xla_ring import RingOn
+from twinstep.worker.compile.overlap import overlap
 
 AXIS = DATA
 """The mesh's one axis: all devices."""
@@ -102,6 +103,7 @@ def compile_for(
         ),
         "state_bytes": sum(_local_bytes(each) for at in donated for each in jax.tree.leaves(arguments[at])),
         "collectives": hlo.collectives(),
+        "overlap": overlap(text),
         "traffic": traffic(text),
         "lower_seconds": lowered_at - started,
         "compile_seconds": compile_seconds,
