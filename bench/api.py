@@ -38,7 +38,7 @@ from twinstep.platform.scheduler.cluster.port import WorkloadRef
 from twinstep.platform.scheduler.cluster.reconcile import ClusterReconciler, Workers
 from twinstep.platform.scheduler.render.render import render
 from twinstep.platform.scheduler.validate.check import check
-from twinstep.platform.server import ControlPlane, assemble
+from twinstep.platform.server import ControlPlane, assemble, settle
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.cluster_runs import ClusterRuns
 from twinstep.platform.store.store import Store
@@ -145,6 +145,7 @@ def _running(settings: Settings) -> Iterator[ControlPlane]:
         thread.start()
         while not server.started:
             time.sleep(0.01)
+        settle()
         try:
             yield plane
         finally:

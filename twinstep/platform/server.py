@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import signal
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -41,6 +43,7 @@ from twinstep.spec.errors import UnavailableError
 
 SERVER_FILE = "server.json"  # in the data directory: {"url": …, "pid": …}; there as long as the control plane is
 DATABASE_WAIT_S = 60.0  # both may have been started at once; longer, and whoever started this one is told
+TURN_S = 0.001  # a thread that works without a pause lets another one on after so long
 _BACKLOG = 256
 _GRACE_S = 5  # for requests under way when the control plane is told to end
 
@@ -148,9 +151,21 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None] = lambda url: N
         stack.callback(plane.close)
         plane.service.accounts.prepare(settings)
         plane.start()
+        settle()
         server = _Server(plane, on_ready)
         with _ended_by_sigterm(server), contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listener])
+
+
+def settle() -> None:
+    """Let no thread of this process, once it is put together, keep the event loop waiting for long.
+
+    To look through all that was loaded, for garbage that cannot be there, stops every thread for a tenth of a second
+    and more; and whoever works without a pause keeps its turn for 5 ms, which each request would wait again and again.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(TURN_S)
 
 
 def _assembled(settings: Settings, listener: socket.socket, *, pages: bool) -> ControlPlane:

