@@ -50,6 +50,7 @@ BENCHES = {
     ),
     "api": Bench("bench.api", "what a control plane bears: submits, passes, followers, reports, charts, plans"),
     "preprocess": Bench("bench.preprocess", "ids to SparseCore buffers: ours over jax-tpu-embedding's compiled code"),
+    "hybrid": Bench("bench.hybrid", "a step in two processes, the next batch's ids on their way or not"),
     "loader": Bench("bench.loader", "batches packed against batches a step takes, on one core"),
     "engine": Bench(
         "bench.engine", "SparseCore engine: a step with preprocessing ahead of it over the slower of the two"

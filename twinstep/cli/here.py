@@ -30,18 +30,32 @@ def register(app: typer.Typer) -> None:
     app.command("schema")(schema)
 
 
-def train(spec_path: SpecArg, as_json: JsonOpt = False) -> int:
+def train(
+    spec_path: SpecArg,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes", metavar="N", min=1, max=64, help="Processes to divide it over; else runtime.processes."
+        ),
+    ] = None,
+    as_json: JsonOpt = False,
+) -> int:
     """Run a job spec on this machine, without a control plane."""
     spec = read_spec(spec_path)
-    from twinstep.worker.train import run_spec
+    from twinstep.worker.train import is_first, processes_of, run_divided, run_spec
     from twinstep.worker.train.output import giving_up
 
     # With --json, standard output is for the one result alone.
     screen = console(stderr=as_json)
+    count = processes_of(spec, processes)
+    if count > 1:
+        return run_divided(spec, processes=count, as_json=as_json)
     try:
         summary = run_spec(spec, console=screen, quiet=as_json)
     except ModuleNotFoundError as error:  # torch and the rest are imported inside
         raise needs_worker("training", error) from None
+    if not is_first():  # rank 0 says it for all
+        return 0
     with giving_up(sys.stdout):  # the run is done, whether or not anybody reads of it
         if as_json:
             print_json({"summary": summary.model_dump(mode="json")})

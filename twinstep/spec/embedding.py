@@ -13,6 +13,15 @@ from twinstep.spec.sparsecore import SparseCoreFlags
 Limit = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
 
 
+Sharding = Literal["auto", "table_wise", "row_wise", "column_wise", "data_parallel"]
+FUSED = {"cpu": ("sgd", "adagrad", "rowwise_adagrad"), "gpu": ("sgd", "adagrad", "rowwise_adagrad", "adam")}
+"""Optimizers that FBGEMM runs fused with the backward pass of divided tables, by accelerator."""
+
+
+Said = dict[str, Any]
+"""Of a fault between fields: what its message and its remedy are made from."""
+
+
 class TableLimits(Spec):
     """The most that one partition of a table may hold: what one SparseCore asks of another one in a step."""
 
@@ -75,10 +84,11 @@ class QuantizeSpec(Spec):
 class EmbeddingSpec(Spec):
     """How tables are kept."""
 
-    engine: Literal["dense", "ring", "sparsecore"] = "dense"
+    engine: Literal["dense", "ring", "sparsecore", "torchrec"] = "dense"
     """`dense`: tables looked up by gather, large ones split by rows; `ring`: every table split by rows, ids and rows
     passed around a ring of devices; `sparsecore`: tables stacked and split by rows, looked up and updated by
-    SparseCores, on a CPU by the same algorithm in plain JAX."""
+    SparseCores, on a CPU by the same algorithm in plain JAX; `torchrec`: tables divided over processes, which share a
+    batch's rows out, and updated within the backward pass."""
     init_std: Annotated[Number, Field(gt=0)] = 0.05
     """Standard deviation of the normal that tables start from."""
     pipeline: Literal["off", "full"] = "off"
@@ -96,6 +106,10 @@ class EmbeddingSpec(Spec):
     """Ids that name no row of their table: end the run; leave them out; or take them modulo the rows; counted."""
     quantize: QuantizeSpec | None = None
     """Round rows as they are looked up, as a quantized table would; null: not."""
+    sharding: dict[FieldName, Sharding] = Field(default_factory=dict)
+    """How a table is divided over processes, by its name; `auto`, by its size, for those that are not named."""
+    overlap: StrictBool = True
+    """Send the next batch's ids to where their rows are while a step runs; no result depends on it."""
     sparsecore: SparseCoreFlags | None = None
     """Switches of a TPU's SparseCores, put into the environment of its pods; null: libtpu's own defaults."""
 
@@ -108,6 +122,16 @@ class EmbeddingSpec(Spec):
         if engine is not None and engine != "sparsecore" and value != default:
             nearest = default.model_dump(mode="json") if isinstance(default, Spec) else default
             said = {"engine": engine, "allowed": "the default, or engine: sparsecore", "nearest": nearest}
+            raise PydanticCustomError("between_fields", "has no effect with engine: {engine}", said)
+        return value
+
+    @field_validator("sharding", "overlap")
+    @classmethod
+    def _tables_are_divided(cls, value: Any, info: ValidationInfo) -> Any:
+        engine = info.data.get("engine")  # not there where it is not valid itself
+        default: Any = True if info.field_name == "overlap" else {}
+        if engine is not None and engine != "torchrec" and value != default:
+            said = {"engine": engine, "allowed": "the default, or engine: torchrec", "nearest": default}
             raise PydanticCustomError("between_fields", "has no effect with engine: {engine}", said)
         return value
 
@@ -127,3 +151,32 @@ class EmbeddingSpec(Spec):
             said = {"allowed": "groups of tables, each table once", "nearest": None}
             raise PydanticCustomError("between_fields", problem, said)
         return value
+
+
+def divided_problem(embedding: EmbeddingSpec, compiler: Any, accelerator: Any, optimizers: Any) -> Said | None:
+    """Return why engine torchrec cannot run a spec of these parts, of which those that are not valid are None."""
+    if embedding.engine != "torchrec" or None in (compiler, accelerator, optimizers):
+        return None
+    sparse = optimizers.sparse
+    problem, allowed = "", ""
+    if compiler.backend == "xla" or accelerator.kind == "tpu":
+        problem, allowed = "does not run on the xla backend", "compile.backend: inductor or eager"
+    elif sparse.momentum or sparse.weight_decay:
+        problem = "has neither momentum nor weight decay for tables"
+        allowed = "optimizers.sparse.momentum: 0 and weight_decay: 0"
+    elif sparse.kind == "adamw":
+        problem, allowed = "has no adamw for tables", "optimizers.sparse.kind: adagrad, rowwise_adagrad, sgd"
+    said = {"part": "engine", "problem": problem, "allowed": f"dense, or {allowed}", "nearest": "dense"}
+    return said if problem else None
+
+
+def processes_problem(processes: int, embedding: EmbeddingSpec | None, accelerator: Any) -> Said | None:
+    """Return why a spec cannot have several processes on one machine; parts that are not valid are None."""
+    if processes == 1 or embedding is None or accelerator is None:
+        return None
+    problem = ""
+    if accelerator.kind != "cpu":
+        problem = f"a cpu; a {accelerator.kind} has processes of its own"
+    elif embedding.engine != "torchrec":
+        problem = "embedding.engine: torchrec"
+    return {"part": "processes", "problem": problem, "allowed": "1", "nearest": 1} if problem else None

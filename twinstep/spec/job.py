@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
 from twinstep.spec.base import INT32_MAX, Count, FieldName, Number, Spec
 from twinstep.spec.columns import ColumnsSpec
-from twinstep.spec.embedding import EmbeddingSpec
+from twinstep.spec.embedding import EmbeddingSpec, divided_problem, processes_problem
 from twinstep.spec.model import DLRMv3Spec, Model
 from twinstep.spec.running import DebugSpec, RuntimeSpec
 from twinstep.spec.sparsecore import GENERATIONS
@@ -452,6 +452,22 @@ class JobSpec(Spec):
                     "nearest": {"start": min(asked.start, steps - count + 1), "steps": count},
                 },
             )
+        return value
+
+    @field_validator("embedding")
+    @classmethod
+    def _divided_tables_fit(cls, value: EmbeddingSpec, info: ValidationInfo) -> EmbeddingSpec:
+        said = divided_problem(value, *map(info.data.get, ("compile", "accelerator", "optimizers")))
+        if said is not None:
+            raise PydanticCustomError("between_fields", "torchrec {problem}", said)
+        return value
+
+    @field_validator("runtime")
+    @classmethod
+    def _engine_is_divided(cls, value: RuntimeSpec, info: ValidationInfo) -> RuntimeSpec:
+        said = processes_problem(value.processes, *map(info.data.get, ("embedding", "accelerator")))
+        if said is not None:
+            raise PydanticCustomError("between_fields", "are for {problem}", said)
         return value
 
     @field_validator("compile")

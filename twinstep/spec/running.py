@@ -41,7 +41,11 @@ class RuntimeSpec(Spec):
     """Where and within which bounds the worker runs."""
 
     threads: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
-    """CPU threads of the worker; null: as many as the processors it may run on."""
+    """CPU threads of a process; null: an even part of the processors it may run on, all of them where it is alone."""
+    processes: Annotated[StrictInt, Field(ge=1, le=64)] = 1
+    """Processes on this machine that a cpu job's batch and tables are divided over, for embedding.engine torchrec."""
+    peer_seconds: Annotated[Number, Field(ge=1)] = 600.0
+    """Seconds that one process waits for another, a compile of the other's included, before it gives the run up."""
     max_seconds: Annotated[Number, Field(gt=0)] | None = None
     """Wall-clock limit of a run, in seconds; null: none."""
     max_wait_seconds: Annotated[Number, Field(gt=0)] | None = None

@@ -104,6 +104,11 @@ def without_tables(model: nn.Module) -> tuple[nn.Module, GivenCollection]:
     The live model keeps its tables. Modules above the collection are shallow copies; all others are the very ones.
     """
     given = GivenCollection()
+    return in_place_of_tables(model, given), given
+
+
+def in_place_of_tables(model: nn.Module, given: GivenCollection) -> nn.Module:
+    """Return a model over the same modules, but with `given` where its collection stands."""
 
     def outer(module: nn.Module) -> nn.Module:
         if isinstance(module, EmbeddingCollection):
@@ -115,4 +120,4 @@ def without_tables(model: nn.Module) -> tuple[nn.Module, GivenCollection]:
         view.__dict__["_modules"] = {**module._modules, **children}
         return view
 
-    return outer(model), given
+    return outer(model)

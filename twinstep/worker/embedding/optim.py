@@ -68,12 +68,15 @@ def build_optimizers(spec: OptimizersSpec, model: nn.Module) -> dict[str, torch.
     """Return the optimizers "dense" and "sparse" over a model's parameters, as `spec` asks."""
     dense, tables = split_parameters(model)
     return {
-        "dense": _build(spec.dense, [param for _, param in dense]),
-        "sparse": _build(spec.sparse, [param for _, param in tables]),
+        "dense": build_optimizer(spec.dense, [param for _, param in dense]),
+        "sparse": build_optimizer(spec.sparse, [param for _, param in tables]),
     }
 
 
-def _build(spec: DenseOptimizerSpec | SparseOptimizerSpec, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(
+    spec: DenseOptimizerSpec | SparseOptimizerSpec, params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return one optimizer over parameters, as its spec asks."""
     return OPTIMIZERS[spec.kind](params, spec)
 
 

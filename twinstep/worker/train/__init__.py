@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twinstep.worker.train.environment import prepare_environment
+from twinstep.worker.train.ranks import Ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,3 +33,28 @@ def run_spec(spec: JobSpec, *, console: Console | None = None, quiet: bool = Fal
     from twinstep.worker.train.run import run
 
     return run(spec, console=None if quiet else console)
+
+
+def processes_of(spec: JobSpec, asked: int | None = None) -> int:
+    """Return how many processes are to be started here for a spec: 1 for what is one of several already.
+
+    Args:
+        asked: instead of the spec's number.
+    """
+    return 1 if Ranks.from_environment() != Ranks() else asked or spec.runtime.processes
+
+
+def is_first() -> bool:
+    """Return whether this process speaks for its run: rank 0, or the only one."""
+    return Ranks.from_environment().first
+
+
+def run_divided(spec: JobSpec, *, processes: int, as_json: bool = False) -> int:
+    """Train `spec` in so many processes on this machine and return their exit code; rank 0 says what is to be said.
+
+    Raises:
+        SpecError: the spec's tables are kept by an engine that runs in one process, or it is for other machines.
+    """
+    from twinstep.worker.train.launch import launch_spec
+
+    return launch_spec(spec, processes=processes, as_json=as_json)

@@ -80,6 +80,10 @@ class Stepper:
         for batch, stats in batches:
             yield self.prepare(batch), stats
 
+    def drawn(self, batches: Iterator[tuple[Prepared, BatchStats]]) -> Iterator[tuple[Prepared, BatchStats]]:
+        """Give each of `prepared` when its step is to run, in the loop's own thread."""
+        return batches
+
     def prepare(self, batch: AnyBatch) -> Prepared:
         """Return one batch as `program` takes it."""
         return batch
@@ -161,6 +165,7 @@ ENGINES: dict[str, Callable[[Parts], Stepper]] = {
     "dense": _dense,
     "ring": _dense,  # a strategy of the compiler: `asked.py`
     "sparsecore": _in("sparsecore"),
+    "torchrec": _in("hybrid"),
 }
 """By `embedding.engine`."""
 

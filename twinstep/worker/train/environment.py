@@ -12,6 +12,7 @@ from twinstep.spec.accelerator import CpuSpec
 from twinstep.spec.errors import SpecError, UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.worker.train.processes import Process
+from twinstep.worker.train.ranks import Ranks
 from twinstep.worker.train.toolchain import check_compiler
 
 
@@ -91,10 +92,17 @@ def prepare_environment(spec: JobSpec) -> None:
         UnavailableError: the backend needs a compiler that is not here; the cache directory cannot be made, or others
             can write to it.
     """
-    if spec.accelerator.kind != "cpu":
+    divided, ranks = spec.embedding.engine == "torchrec", Ranks.from_environment()
+    if spec.accelerator.kind != "cpu" and not (divided and spec.accelerator.kind == "gpu"):
+        more = ", or embedding.engine: torchrec" if spec.accelerator.kind == "gpu" else ""
         raise SpecError(
             f"accelerator.kind is {spec.accelerator.kind}; this process trains on cpu",
-            remedy="accelerator: cpu; or render the job for a cluster: twinstep render SPEC",
+            remedy=f"accelerator: cpu{more}; or render the job for a cluster: twinstep render SPEC",
+        )
+    if ranks.size > 1 and not divided:
+        raise SpecError(
+            f"WORLD_SIZE is {ranks.size}, and embedding.engine {spec.embedding.engine} divides no batch over ranks",
+            remedy="set embedding.engine: torchrec, or start one process",
         )
     # OpenMP threads that spin while they wait take the processor from those that work; on small shared machines that
     # made steps several times slower.

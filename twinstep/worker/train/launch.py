@@ -13,10 +13,15 @@ import select
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
+from twinstep.spec.errors import SpecError
+from twinstep.spec.job import JobSpec
+from twinstep.worker.train.output import giving_up
 from twinstep.worker.train.ranks import Ranks
 
 PATIENCE = 10.0  # seconds
@@ -52,6 +57,30 @@ def launch(
             started.start(command, own, silent=rank > 0)
         with _forwarding(started.ask):
             return started.wait(patience=patience, say=say)
+
+
+def launch_spec(spec: JobSpec, *, processes: int, as_json: bool) -> int:
+    """Train `spec` in so many processes on this machine; return the exit code of `launch`.
+
+    Raises:
+        SpecError: the spec's tables are kept by an engine that runs in one process.
+    """
+    if spec.embedding.engine != "torchrec":
+        raise SpecError(
+            f"{processes} processes are asked for, and embedding.engine {spec.embedding.engine} runs in one here",
+            remedy="set embedding.engine: torchrec, or runtime.processes: 1",
+        )
+    with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="twinstep-", encoding="utf-8") as file:
+        file.write(spec.model_dump_json())
+        file.flush()
+        command = [sys.executable, "-m", "twinstep", "train", file.name, *(["--json"] if as_json else [])]
+        return launch(command, processes, say=_say_aside)
+
+
+def _say_aside(text: str) -> None:
+    """Print a line on standard error: standard output is rank 0's."""
+    with giving_up(sys.stderr):
+        print(text, file=sys.stderr, flush=True)
 
 
 class _Processes:

@@ -200,10 +200,12 @@ class Trainer:
     def _compile_seconds(self) -> float:
         return self._compiled_before + self._stepper.compile_seconds
 
-    def leave(self) -> int:
-        """Save what there is, for a run that was told to stop; return the exit code."""
+    def leave(self, *, together: bool = True) -> int:
+        """Save what there is, where all processes are at the same point; return the exit code of a stopped run."""
         if self._saving is None:
             return EXIT_STOPPED
+        if self._together.several and not together:
+            return EXIT_PREEMPTED
         grace = GRACE_SHARE * grace_seconds(self.spec)
         if not self._saving.save_last(self.step, self.state(stopped=True), within=grace):
             good = self._saving.last_good or 0
@@ -226,12 +228,9 @@ class Trainer:
         self._goodput.add("start", time.monotonic() - self._begun)
         while self.step < total:
             # Batches are drawn anew where steps were left out.
-            start, prepared, data = (
-                self.step - self._first,
-                self._stepper.prepared,
-                loaded_as(self.spec, self._together),
-            )
-            with packed_ahead(self._loader, data, start, prepared) as batches:
+            start, data = self.step - self._first, loaded_as(self.spec, self._together)
+            with packed_ahead(self._loader, data, start, self._stepper.prepared) as ahead:
+                batches = self._stepper.drawn(ahead)
                 while self.step < total:
                     scores = self._evaluate() if every and self.step and self.step % every == 0 else None
                     self._save_where_due(scores)
@@ -239,7 +238,7 @@ class Trainer:
                         return None
                     self._check_time()
                     with self._profiling.step(self.step + 1):
-                        asked, ready = time.perf_counter(), batches.ready
+                        asked, ready = time.perf_counter(), ahead.ready
                         with self._profiling.waiting():
                             batch, stats = next(batches)
                         if self._stop.asked:

@@ -8,6 +8,7 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from dataclasses import dataclass
@@ -63,6 +64,9 @@ class Process:
 class Together:
     """What the processes of a run agree on; one process agrees with itself. Each call is made by all, in one order."""
 
+    own_rows = False
+    """Whether each process steps on rows of its own, and not on its part of one program."""
+
     def __init__(self, process: Process) -> None:
         self.process = process
 
@@ -104,6 +108,13 @@ class Together:
                 f"the processes of the run do not meet at {host}:{int(port) + 1}: {error}",
                 remedy="let the run's pods reach both ports of the coordinator, JAX's and the one above it",
             ) from error
+
+    def minding(self) -> contextlib.AbstractContextManager[None]:
+        """Turn what a lost process looks like from here into a plain error."""
+        return contextlib.nullcontext()
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Leave word of why this process fails, for those that will miss it."""
 
     def leave(self) -> None:
         """Part from the others."""

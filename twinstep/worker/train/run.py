@@ -21,10 +21,12 @@ from twinstep.spec.job import JobSpec
 from twinstep.spec.report import RunSummary
 from twinstep.spec.words import EXIT_PREEMPTED
 from twinstep.worker.train.environment import RunContext, usable_processors
+from twinstep.worker.train.group import Group, PeerLost
 from twinstep.worker.train.loop import Trainer
 from twinstep.worker.train.output import flush_output
 from twinstep.worker.train.processes import Process, Together
 from twinstep.worker.train.progress import ProgressView
+from twinstep.worker.train.ranks import Ranks
 from twinstep.worker.train.report import Reporter, make_reporter
 from twinstep.worker.train.saving import place_of
 from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
@@ -33,7 +35,7 @@ from twinstep.worker.train.versions import software_versions
 
 def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
     """Train `spec` from its data to its summary; see `run_spec`."""
-    together = Together(Process.from_environment())
+    together = processes(spec)
     context = RunContext.from_environment() if together.first else None
     console = console if together.first else None
     reporter = make_reporter(context)
@@ -41,12 +43,12 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
     stop.listen()
     steps = 0
     try:
-        torch.set_num_threads(spec.runtime.threads or usable_processors())
+        torch.set_num_threads(spec.runtime.threads or max(1, usable_processors() // Ranks.from_environment().on_host))
         surroundings = {"versions": software_versions(), "pid": os.getpid(), "threads": torch.get_num_threads()}
         reporter.event("started", f"worker started on {machine.node()}", surroundings)
         reporter.progress("starting", 0, spec.train.steps, examples_per_s=None, eta_s=None)
         together.join()
-        with ProgressView(console, spec.train.steps) as view:
+        with together.minding(), ProgressView(console, spec.train.steps) as view:
             run_dir = context.run_dir if context else None
             trainer = _made(spec, reporter=reporter, view=view, stop=stop, run_dir=run_dir, together=together)
             try:
@@ -62,6 +64,10 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
         return summary
     except BaseException as error:
         stop.end_between_steps()  # a second SIGTERM must not cut the report of the end short
+        together.tell_failure(error)
+        if isinstance(error, PeerLost) and stop.asked:  # the other one was told to stop too, and did so sooner
+            _report_end(reporter, SystemExit(), steps)
+            sys.exit(EXIT_STOPPED if place_of(spec.checkpoint) is None else EXIT_PREEMPTED)
         if _out_of_memory(error):
             does_not_fit = TrainError(
                 "the run does not fit in this machine's memory",
@@ -75,6 +81,18 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
         together.leave()
         reporter.close()
         flush_output()
+
+
+def processes(spec: JobSpec) -> Together:
+    """Return what the processes of a run agree through, before they have met."""
+    if spec.embedding.engine != "torchrec":
+        return Together(Process.from_environment())
+    ranks = Ranks.from_environment()
+    device = torch.device("cpu")
+    if spec.accelerator.kind == "gpu":
+        device = torch.device("cuda", ranks.local)
+        torch.cuda.set_device(device)
+    return Group(ranks, device=device, seconds=spec.runtime.peer_seconds)
 
 
 def _made(spec: JobSpec, *, stop: StopSignal, **surroundings: Any) -> Trainer:
@@ -91,14 +109,15 @@ def _made(spec: JobSpec, *, stop: StopSignal, **surroundings: Any) -> Trainer:
 
 def _trained(trainer: Trainer, stop: StopSignal) -> tuple[RunSummary | None, int]:
     """Train; return the summary, or None and the exit code for a run that was told to stop and has saved its state."""
+    together = True
     try:
         summary = trainer.train()
     except SystemExit:  # told to stop while a program was compiled, which leaves the state as it was
-        summary = None
+        summary, together = None, False
     if summary is not None:
         return summary, 0
     stop.end_between_steps()  # a second SIGTERM must not cut the last checkpoint short
-    return None, trainer.leave()
+    return None, trainer.leave(together=together)
 
 
 # What PyTorch's allocator, C++ and XLA say; none of them raises MemoryError.

@@ -20,6 +20,7 @@ from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch, MultiHotBatch, MultiHotDataset
 from twinstep.worker.data.order import HostShare
 from twinstep.worker.train.engines import Stepper
+from twinstep.worker.train.group import Group
 from twinstep.worker.train.processes import Process, Together
 from twinstep.worker.train.saving import Saving
 from twinstep.worker.train.stop import StopSignal
@@ -50,6 +51,28 @@ class SharedStop(StopSignal):
     def end_between_steps(self) -> None:
         """Leave it to the loop again."""
         self._stop.end_between_steps()
+
+
+class AgreedStop(SharedStop):
+    """A wish to stop that processes tell each other with every batch, so that asking costs nothing."""
+
+    def __init__(self, stop: StopSignal, together: Together) -> None:
+        super().__init__(stop, together)
+        self._agreed = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this process was told to stop."""
+        return self._stop.asked
+
+    @property
+    def asked(self) -> bool:
+        """Whether all know that one was told to stop."""
+        return self._agreed
+
+    @asked.setter
+    def asked(self, value: bool) -> None:
+        self._agreed = value
 
 
 class SharedSaving:
@@ -174,6 +197,8 @@ def make_loaders(dataset: Dataset | MultiHotDataset, spec: JobSpec, together: To
     process = together.process
     share = HostShare(host=process.rank, hosts=process.count, layout="rows")
     held_out = Loader(dataset, spec.data, seed=seed, share=share)
+    if together.own_rows:
+        return held_out, held_out
     if not isinstance(dataset, MultiHotDataset):
         return Loader(dataset, spec.data, seed=seed), held_out
     return OwnRows(dataset, spec.data, seed=seed, process=process), held_out
@@ -181,6 +206,9 @@ def make_loaders(dataset: Dataset | MultiHotDataset, spec: JobSpec, together: To
 
 def shared_stop(stop: StopSignal, together: Together) -> StopSignal:
     """Return a wish to stop that all processes hear of together."""
+    if isinstance(together, Group):
+        together.stop = AgreedStop(stop, together)
+        return together.stop
     return SharedStop(stop, together) if together.several else stop
 
 

@@ -1,0 +1,139 @@
+"""The processes of one run as a process group: joined with a time limit, left in order, and what a lost one means.
+
+Rank 0 decides what its own clock or disk says, and the others follow; whatever else decides is a sum over all. So all
+take the same branch at the same step, and none waits for a collective that another never starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from twinstep.spec.errors import TrainError, TwinstepError, UnavailableError
+from twinstep.worker.train.processes import Process, Together
+from twinstep.worker.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from twinstep.worker.train.shared import AgreedStop
+
+FAILURE = "twinstep/failure"
+"""Key of the store under which the first process that fails leaves word."""
+LAST_WORD = datetime.timedelta(seconds=1)
+_LOST = ("closed by peer", "reset by peer", "Timed out waiting", "Timeout", "Broken pipe", "gloo", "NCCL", "TCPStore")
+
+
+class PeerLost(TrainError):
+    """Another process of the run is gone, or did not answer in time."""
+
+
+class Group(Together):
+    """The process group that a run is in; a process alone is a group of one.
+
+    Args:
+        device: cpu or cuda: gloo's or NCCL's. `tables` is a group of its own for what embedding tables exchange, so
+            that no gradient waits behind it.
+        seconds: that this process waits for another in any one exchange.
+    """
+
+    own_rows = True
+
+    def __init__(self, ranks: Ranks, *, device: torch.device, seconds: float) -> None:
+        super().__init__(Process(rank=ranks.rank, count=ranks.size, coordinator=f"{ranks.address}:{ranks.port}"))
+        self.ranks, self.device = ranks, device
+        self.stop: AgreedStop | None = None
+        """What processes tell each other with every batch; None outside a loop."""
+        self._timeout = datetime.timedelta(seconds=seconds)
+        self._store: Any = HashStore()
+        self._own = False
+
+    def join(self) -> None:
+        """Meet the others; where a process group is there already, it is taken.
+
+        Raises:
+            UnavailableError: they cannot be reached in time.
+        """
+        ranks = self.ranks
+        self._own = not distributed.is_initialized()
+        try:
+            if self._own:
+                self._join()
+            self.tables = distributed.new_group(timeout=self._timeout)
+            # What is not on the device travels by gloo whatever the device.
+            self.host = distributed.new_group(backend="gloo", timeout=self._timeout)
+            self._ahead = distributed.new_group(backend="gloo", timeout=self._timeout)
+        except (RuntimeError, ValueError) as error:
+            raise UnavailableError(
+                f"process {ranks.rank} of {ranks.size} does not reach the others at {ranks.address}:{ranks.port} "
+                f"within {self._timeout.total_seconds():g} s: {_short(error)}",
+                remedy="start all processes at about the same time; MASTER_ADDR names the host of rank 0",
+            ) from error
+
+    def _join(self) -> None:
+        ranks = self.ranks
+        if ranks.size > 1:
+            self._store = TCPStore(ranks.address, ranks.port, ranks.size, ranks.first, self._timeout, multi_tenant=True)
+        distributed.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo",
+            store=PrefixStore("twinstep", self._store),
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=self._timeout,
+        )
+
+    def sum(self, values: Tensor) -> distributed.Work:
+        """Begin to add up `values`, on the host, over all processes, in place."""
+        begun: distributed.Work = distributed.all_reduce(values, group=self.host, async_op=True)
+        return begun
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Leave word of why this process fails, for those that will miss it; the first word stays."""
+        with contextlib.suppress(Exception):
+            text = error.problem if isinstance(error, TwinstepError) else f"{type(error).__name__}: {error}"
+            self._store.compare_set(FAILURE, "", f"process {self.ranks.rank} failed: {text}"[:500])
+
+    @contextlib.contextmanager
+    def minding(self) -> Iterator[None]:
+        """Turn what a lost process looks like from here into a plain error.
+
+        Raises:
+            PeerLost: another process is gone, or did not answer in time.
+        """
+        try:
+            yield
+        except TwinstepError:
+            raise
+        except (RuntimeError, OSError) as error:
+            if self.ranks.size == 1 or not _is_loss(error):
+                raise
+            raise PeerLost(
+                f"process {self.ranks.rank} lost touch with another one of this run's {self.ranks.size}: "
+                f"{self._first_failure() or _short(error)}",
+                remedy="look at what the other process said last; the run goes on from its last checkpoint",
+            ) from error
+
+    def _first_failure(self) -> str | None:
+        try:
+            self._store.wait([FAILURE], LAST_WORD)
+            return str(self._store.get(FAILURE).decode(errors="replace"))
+        except Exception:  # nobody left word, or the store went with rank 0
+            return None
+
+    def leave(self) -> None:
+        """Leave the group."""
+        if self._own:
+            with contextlib.suppress(Exception):
+                distributed.destroy_process_group()
+
+
+def _is_loss(error: BaseException) -> bool:
+    return isinstance(error, distributed.DistError) or any(word in str(error) for word in _LOST)
+
+
+def _short(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
