@@ -70,7 +70,7 @@ def assert_equal(found: dict[str, Any], wanted: dict[str, Any], *, tolerance: fl
     assert found["losses"] == pytest.approx(wanted["losses"], rel=tolerance, abs=tolerance)
     assert found["examples"] == wanted["examples"]
     assert found["eval_examples"] == wanted["eval_examples"]
-    assert found["scores"] == pytest.approx(wanted["scores"], abs=1e-4)
+    assert found["scores"] == pytest.approx(wanted["scores"], abs=1e-3)  # two of 9,000 pairs may change places
     assert set(found["tensors"]) == set(wanted["tensors"])
     for path, value in wanted["tensors"].items():
         torch.testing.assert_close(found["tensors"][path], value, rtol=1e-4, atol=1e-4, msg=path)
