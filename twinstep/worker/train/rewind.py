@@ -68,8 +68,7 @@ class Rewind:
     def back(self) -> None:
         """Bring the copy's state back."""
         load_tensors(self._copy.tensors, self._model, self._optimizers)
-        if self._spec.compile.backend != "eager":
-            self._stepper.push()
+        self._stepper.push()
         restore_random(self._stepper, self._spec, self._copy.tensors)
 
     def without(self, bad: int, run: Callable[[int], Any]) -> int:

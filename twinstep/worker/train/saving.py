@@ -116,8 +116,7 @@ class Saving:
 
     def _stepper_takes(self, values: Mapping[str, Tensor]) -> None:
         name = random_name(self._spec)
-        if self._spec.compile.backend != "eager":
-            self._stepper.push()
+        self._stepper.push()
         if name in values:
             self._stepper.set_random_state(values[name].clone())
         elif getattr(self._spec.model, "dropout", 0.0) > 0:
