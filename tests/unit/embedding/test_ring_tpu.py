@@ -58,6 +58,14 @@ def test_both_forms_compile_for_each_generation(topology: str) -> None:
         holds(topology, case, found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5p:4x4x8", "v6e:8x16"])
+def test_a_chip_of_128_holds_its_share_of_a_hundred_million_rows(topology: str) -> None:
+    case = {**CASES[0], "rows": 100_000_000}
+    (found,) = compiled(topology, case)
+    holds(topology, case, found)
+
+
 def test_what_the_kernels_do_not_take_is_refused_with_the_form_that_does() -> None:
     wide = {**CASES[0], "dim": 4096}
     half = {**CASES[0], "dtype": "bfloat16"}
