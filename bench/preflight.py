@@ -93,6 +93,7 @@ SPLIT = dlrmv3(layers=2, dim=256, history=256, rows=1 << 24, batch=128)
 CLICKS = dlrm(rows=4_000_000, batch=8192)
 MANY = dlrm(rows=40_000_000, batch=4096)
 RING: dict[str, Any] = {**SPLIT, "embedding": {"engine": "ring"}}
+SPARSECORE: dict[str, Any] = {**SPLIT, "embedding": {"engine": "sparsecore"}}
 GRID = (
     Case(name="dlrmv3-2x256", topology="v5p:2x2x1", spec=SMALL),
     Case(name="dlrmv3-2x256", topology="v6e:2x2", spec=SMALL),
@@ -109,6 +110,7 @@ GRID = (
     Case(name="dlrm-26x40M", topology="v7x:2x2x1", spec=MANY),
     Case(name="dlrmv3-ring", topology="v5p:2x2x1", spec=RING),
     Case(name="dlrmv3-ring", topology="v6e:4x4", spec=RING),
+    Case(name="dlrmv3-sparsecore", topology="v5p:2x2x1", spec=SPARSECORE),
     Case(name="dlrmv3-5x512", topology="v5p:4x4x8", spec=FULL),
 )
 """Sizes × generations × ways to hold tables."""

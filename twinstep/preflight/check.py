@@ -135,7 +135,7 @@ def _over(found: Modelled, limit: int) -> Problem:
 FIELDS = {
     "tables": "data.rows",
     "table optimizer": "optimizers.sparse.kind",
-    "table gradients": "data.batch_size",
+    "gradients": "model",
     "batch": "data.batch_size",
     "activations": "data.batch_size",
     "attention": "data.batch_size",

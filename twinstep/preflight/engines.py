@@ -17,7 +17,7 @@ from twinstep.preflight.parameters import Parameter
 from twinstep.preflight.report import Part, Problem
 from twinstep.preflight.shapes import DataShape
 from twinstep.preflight.state import Held, held, is_quiet, slots_of
-from twinstep.preflight.tiles import tiled_bytes
+from twinstep.preflight.tiles import LANES, tiled_bytes
 from twinstep.preflight.tokens import SPARSE_ROWS_PER_ID, batch_ids
 from twinstep.preflight.words import gib
 from twinstep.spec.job import JobSpec
@@ -25,6 +25,8 @@ from twinstep.spec.sparsecore import GENERATIONS
 from twinstep.spec.sparsecore_memory import FACTS, DeviceBytes, Generation, StackShape, device_bytes
 
 FLOAT = 4
+TABLE_GRADIENTS = "table gradients"
+"""Part of `dense`, which shares the room of activations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +56,7 @@ def _dense(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], where:
     return EngineBytes(
         state=state,
         words=f"{split} of {len(tables)} split by rows, the others on each device",
-        parts=(Part("table gradients", gradients, "of rows that a batch names, or of whole tables"),),
+        parts=(Part(TABLE_GRADIENTS, gradients, "of rows that a batch names, or of whole tables"),),
     )
 
 
@@ -86,7 +88,8 @@ def _ring(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], where: 
             state.append(Held(f"sum of {table.name}", "table optimizer", sums, tiled_bytes((rows, 1)), split=True))
     ids = sum(batch_ids(spec, shape).values())
     mine = -(-ids // where.devices)
-    passed = 2 * 2 * mine * (spec.model.embedding_dim + 1) * FLOAT  # two buffers each way, of ids and of rows
+    lanes = spec.model.embedding_dim + -spec.model.embedding_dim % LANES
+    passed = 2 * 2 * mine * (lanes + 1) * FLOAT  # two buffers each way, of ids and of rows
     return EngineBytes(
         state=tuple(state),
         words=f"ring: rows split over {where.devices} devices",

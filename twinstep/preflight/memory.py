@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twinstep.preflight.chips import Where
-from twinstep.preflight.engines import engine_bytes
+from twinstep.preflight.engines import TABLE_GRADIENTS, engine_bytes
 from twinstep.preflight.parameters import Parameter
 from twinstep.preflight.report import Part, Problem
 from twinstep.preflight.shapes import DataShape
@@ -51,16 +51,19 @@ def memory_of(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], whe
     def of(*roles: str) -> int:
         return sum(each.bytes for each in engine.state if each.role in roles)
 
+    values = _activations(spec, shape, work, where)
+    scores = _attention(spec, work)
+    beside, gradients = _gradients(found, engine.parts, values + scores, where)
     parts = (
         Part("dense parameters", of("parameter", "buffer"), "every parameter but tables, on each device"),
-        Part("dense gradients", _dense_gradients(found), "as large as the parameters"),
         Part("dense optimizer", of("optimizer"), _words(spec.optimizers.dense.kind, split=where.devices > 1)),
         Part("tables", of("table"), engine.words),
         Part("table optimizer", of("table optimizer"), spec.optimizers.sparse.kind),
-        *engine.parts,
+        *beside,
         Part("batch", batch_bytes(spec, shape, where), f"{work.rows} rows of {spec.data.batch_size}"),
-        Part("activations", _activations(spec, shape, work, where), "values that the backward pass reads"),
-        Part("attention", _attention(spec, work), "scores, where attention is no kernel"),
+        Part("activations", values, "values that the backward pass reads"),
+        Part("attention", scores, "scores, where attention is no kernel"),
+        Part("gradients", gradients, "and new parameters, as far as activations leave them no room"),
         Part("table copy", _table_copy(spec, engine.state, where), "the largest table in whole rows of lanes"),
         Part("program", _program(spec, shape, work, where), "the program's own code"),
     )
@@ -71,8 +74,20 @@ def _words(kind: str, *, split: bool) -> str:
     return f"{kind}, its larger tensors split over the devices" if split else kind
 
 
-def _dense_gradients(found: tuple[Parameter, ...]) -> int:
-    return sum(each.count * FLOAT for each in found if each.role == "parameter")
+def _gradients(
+    found: tuple[Parameter, ...], parts: tuple[Part, ...], values: int, where: Where
+) -> tuple[tuple[Part, ...], int]:
+    """Return an engine's parts but for tables' gradients, and the bytes of gradients that live beside activations.
+
+    XLA gives the room of values that nobody reads any more to gradients, and to the parameters that are gathered after
+    the update; PyTorch keeps all gradients until the update.
+    """
+    dense = sum(each.count * FLOAT for each in found if each.role == "parameter")
+    tables = sum(part.bytes for part in parts if part.name == TABLE_GRADIENTS)
+    beside = tuple(part for part in parts if part.name != TABLE_GRADIENTS)
+    if where.kind != "tpu":
+        return beside, dense + tables
+    return beside, max(0, max(2 * dense, dense + tables) - values)
 
 
 def _activations(spec: JobSpec, shape: DataShape, work: Work, where: Where) -> int:
@@ -111,7 +126,7 @@ def _attention(spec: JobSpec, work: Work) -> int:
     if isinstance(model, DLRMSpec) or attention_is_fused(spec):
         return 0
     scores = work.rows * model.num_heads * work.slots**2
-    return FLOAT * scores * (model.num_layers + 2)
+    return FLOAT * scores * (model.num_layers + 4)
 
 
 CODE = 6 << 20
@@ -130,9 +145,16 @@ def _program(spec: JobSpec, shape: DataShape, work: Work, where: Where) -> int:
 
 
 def _table_copy(spec: JobSpec, state: tuple[Held, ...], where: Where) -> int:
-    """Return the widest copy of a table that a TPU's step makes (`tiles.is_copied`); others follow one another."""
+    """Return the widest copy of a table that a TPU's step makes (`is_copied`); others follow one another."""
     width = spec.model.embedding_dim
-    if where.kind != "tpu" or not is_copied(width) or spec.embedding.engine != "dense":
+    if where.kind != "tpu" or not copies_tables(spec):
         return 0
     rows = [each.bytes // (width * FLOAT) for each in state if each.role == "table"]
     return max(rows, default=0) * (width + -width % LANES) * FLOAT
+
+
+def copies_tables(spec: JobSpec) -> bool:
+    """Say whether a TPU's step copies tables; a ring's kernel wants whole lanes whatever the width."""
+    width = spec.model.embedding_dim
+    engines = {"dense": is_copied(width), "ring": width % LANES != 0}
+    return engines.get(spec.embedding.engine, False)

@@ -44,7 +44,7 @@ def plan_spec(spec: JobSpec, *, seen: Mapping[str, Any] | None = None) -> TableP
     room = Room(
         devices=place.devices,
         facts=place.facts,
-        budget=max(place.facts.memory - beside, 0),
+        budget=max((place.memory or 0) - beside, 0),
         sparse_cores=_sparse_cores(spec),
     )
     return plan_tables(table_uses(spec, seen), room, ways=WAYS[place.kind])

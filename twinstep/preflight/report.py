@@ -79,7 +79,7 @@ class Preflight:
     hbm: int
     """Bytes of all parts."""
     limit: int | None
-    """Bytes that a program may have; None where nothing is known of the device."""
+    """Bytes that may be planned: 95 % of what a program may have; None where nothing is known of the device."""
     step: StepTime | None
     problems: tuple[Problem, ...]
     """Why it cannot run; none: it fits, as far as is known."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from twinstep.preflight.chips import ChipFacts, Where
 from twinstep.preflight.frequency import different_rows
-from twinstep.preflight.memory import Memory
+from twinstep.preflight.memory import Memory, copies_tables
 from twinstep.preflight.parameters import ACTION_DIM
 from twinstep.preflight.report import Bound, StepTime
 from twinstep.preflight.shapes import DataShape
 from twinstep.preflight.state import is_quiet
-from twinstep.preflight.tiles import LANES, is_copied
+from twinstep.preflight.tiles import LANES
 from twinstep.preflight.tokens import SPARSE_ROWS_PER_ID, Work, batch_ids, layers_are_fused, work_of
 from twinstep.spec.job import JobSpec
 from twinstep.spec.model import DLRMSpec, DLRMv3Spec
@@ -110,7 +110,7 @@ def hbm_traffic(spec: JobSpec, shape: DataShape, memory: Memory, work: Work) -> 
     written and read, and the row with what is kept of it read and written.
     """
     parts = {part.name: part.bytes for part in memory.parts}
-    dense = 4 * parts["dense parameters"] + 2 * parts["dense gradients"] + 2 * parts["dense optimizer"]
+    dense = 6 * parts["dense parameters"] + 2 * parts["dense optimizer"]  # a gradient is as large as its parameter
     rows = work.looked_up * max(len(shape.item_features), 1) * spec.model.embedding_dim * FLOAT
     return float(dense + 6 * rows + 2 * (parts["activations"] + parts["attention"] + parts["batch"]))
 
@@ -118,7 +118,7 @@ def hbm_traffic(spec: JobSpec, shape: DataShape, memory: Memory, work: Work) -> 
 def copied_bytes(spec: JobSpec, memory: Memory, where: Where) -> float:
     """Return bytes that a TPU moves to copy tables of narrow rows into whole lanes, and to update them as they lie."""
     width = spec.model.embedding_dim
-    if where.kind != "tpu" or spec.embedding.engine != "dense" or not is_copied(width):
+    if where.kind != "tpu" or not copies_tables(spec):
         return 0.0
     tables = sum(each.bytes for each in memory.state if each.role == "table")
     return tables * (2 + (width + -width % LANES) / width)
@@ -143,7 +143,7 @@ def sent_bytes(spec: JobSpec, shape: DataShape, memory: Memory, where: Where) ->
     count = where.devices
     if count == 1:
         return Sent(0.0, 0.0)
-    reduced = sum(part.bytes for part in memory.parts if part.name == "dense gradients")
+    reduced = sum(each.whole for each in memory.state if each.role == "parameter")
     exchanged = 0.0
     ids, quiet, width = batch_ids(spec, shape), is_quiet(spec), spec.model.embedding_dim * FLOAT
     tables = [each for each in memory.state if each.role == "table"]
