@@ -25,7 +25,7 @@ from twinstep.spec.parse import parse_spec
 
 ROOT = Path(__file__).parents[2]
 MARK = "TWINSTEP_TEST_CLUSTER"
-PATIENCE = 150.0  # seconds; a busy machine takes its time
+PATIENCE = 200.0  # seconds; a busy machine takes its time
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -98,6 +98,7 @@ class Cluster:
     def submit(self, spec: dict[str, Any]) -> tuple[str, subprocess.Popen[str]]:
         """Submit a spec with KubeRay's line; return the submission's id and the process that follows it."""
         Path(self.environment["TWINSTEP_SPEC"]).write_text(json.dumps(spec))
+        (self.folder / "spool.jsonl").unlink(missing_ok=True)  # of the job before
         name = f"job-{next(self.numbers)}"
         line = f"ray job submit --address {self.address} --submission-id {name} -- {entrypoint()}"
         return name, subprocess.Popen(
@@ -230,7 +231,7 @@ def test_a_job_that_is_told_to_stop_saves_and_leaves(cluster: Cluster) -> None:
     wait_for(lambda: any(each["kind"] == "metric" for each in reports(cluster)), "a step is done")
     assert cluster.run("ray", "job", "stop", "--address", cluster.address, name).returncode == 0
     said, _ = following.communicate(timeout=PATIENCE)
-    assert "rank" not in said.rpartition("the run failed")[1]
+    assert "the run failed" not in said
     wait_for(lambda: cluster.ranks() == {}, "no rank is left")
     assert [path.name for path in place.glob("**/manifest.json")] == ["manifest.json"]
     assert cluster.run("ray", "job", "status", "--address", cluster.address, name).stdout.upper().count("STOPPED")
@@ -239,9 +240,8 @@ def test_a_job_that_is_told_to_stop_saves_and_leaves(cluster: Cluster) -> None:
 def test_a_node_that_drains_lets_its_ranks_save(cluster: Cluster) -> None:
     """The last one: it ends the cluster, as a pod that is preempted does."""
     place = cluster.folder / "before-the-end"
-    before = len(reports(cluster))
     _, following = cluster.submit({**TINY, "train": {"steps": 1_000_000}, "checkpoint": {"path": str(place)}})
-    wait_for(lambda: any(each["kind"] == "metric" for each in reports(cluster)[before:]), "a step is done")
+    wait_for(lambda: any(each["kind"] == "metric" for each in reports(cluster)), "a step is done")
     assert cluster.block is not None
     cluster.block.terminate()
     following.communicate(timeout=PATIENCE)
