@@ -38,6 +38,7 @@ TINY: dict[str, Any] = {
     "data": {"dataset": "synthetic", "synthetic_events": 400, "batch_size": 4, "uih_len": 6, "num_candidates": 2},
     "optimizers": {"dense": {"kind": "sgd"}, "sparse": {"kind": "sgd"}},
     "compile": {"backend": "eager"},
+    "embedding": {"engine": "torchrec"},
     "train": {"steps": 4},
 }  # fmt: skip
 

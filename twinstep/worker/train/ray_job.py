@@ -62,7 +62,7 @@ class Asked:
             ) from error
         spec = parse_spec(text, source=path)
         count = spec.accelerator.count if spec.accelerator.kind == "gpu" else None
-        said = os.environ.get(PROCESSES, "" if count is None else str(count)) or "1"
+        said = os.environ.get(PROCESSES) or str(count or spec.runtime.processes)
         if not said.isdecimal() or int(said) < 1:
             raise UnavailableError(f"{PROCESSES} is {said!r}", remedy="set it to the number of ranks, 1 or more")
         if count is not None and int(said) != count:
