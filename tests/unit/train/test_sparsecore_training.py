@@ -105,7 +105,7 @@ def spec_of(
         "name": "t",
         "model": model,
         "data": {**kind, **(data or {})},
-        "optimizers": {"sparse": {"kind": sparse, "lr": 0.05}},
+        "optimizers": {"dense": {"kind": "sgd", "lr": 0.05}, "sparse": {"kind": sparse, "lr": 0.05}},
         "accelerator": "cpu",
         "compile": {"backend": "xla", "cache_dir": CACHE.name},
         "embedding": {"engine": "sparsecore", **embedding},
@@ -125,7 +125,7 @@ def assert_near(one: Run, other: Run, *, losses: float = 1e-5, values: float = 1
     ("model", "sparse"),
     [
         pytest.param(DLRM, "rowwise_adagrad", id="dlrm"),
-        pytest.param(DLRMV3, "adagrad", id="dlrmv3"),
+        pytest.param(DLRMV3, "adagrad", id="dlrmv3", marks=pytest.mark.slow),
         pytest.param(DLRM, "sgd", id="dlrm-sgd", marks=pytest.mark.slow),
     ],
 )
@@ -159,6 +159,7 @@ def assert_near_state(one: Run, other: Run) -> None:
         torch.testing.assert_close(tensor, other.state[path], rtol=1e-4, atol=1e-4, msg=path)
 
 
+@pytest.mark.slow
 def test_limits_follow_the_batches_with_one_recompile_that_says_why() -> None:
     limits = {"batches": 1, "headroom": 1.0, "every_steps": 3}
     run = Run(spec_of(steps=12, limits=limits))
@@ -184,6 +185,7 @@ def tables_of(spec: dict[str, Any]) -> list[str]:
     return list(collection.embeddings)  # type: ignore[union-attr,arg-type]
 
 
+@pytest.mark.slow
 def test_a_batch_over_its_limits_is_split_or_refused_or_loses_what_is_counted() -> None:
     names = tables_of(spec_of())
     given = {name: {"max_ids": 8, "max_unique": 8} for name in names}

@@ -112,8 +112,8 @@ def numbers(records: list[dict[str, Any]], name: str) -> list[float]:
 @pytest.mark.parametrize(
     ("model", "engine", "devices"),
     [
-        pytest.param(DLRMV3, "sparsecore", 1, id="dlrmv3-sparsecore"),
-        pytest.param(DLRM, "sparsecore", 8, id="dlrm-sparsecore", marks=pytest.mark.slow),
+        pytest.param(DLRM, "sparsecore", 8, id="dlrm-sparsecore"),
+        pytest.param(DLRMV3, "sparsecore", 1, id="dlrmv3-sparsecore", marks=pytest.mark.slow),
         pytest.param(DLRMV3, "dense", 8, id="dlrmv3-dense", marks=pytest.mark.slow),
     ],
 )

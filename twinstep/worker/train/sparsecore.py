@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from twinstep.spec.accelerator import TpuSpec
 from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
 from twinstep.worker.compile import Runner, StepCompiler
@@ -41,6 +42,7 @@ from twinstep.worker.embedding.sparsecore.stacking import Stacking, StackPlan, p
 from twinstep.worker.train.engines import Parts, Stepper
 from twinstep.worker.train.environment import mesh_axes
 from twinstep.worker.train.step import Step, make_given_step
+from twinstep.worker.train.tables import cores_of_spec
 
 
 class GivenBatch(NamedTuple):
@@ -120,6 +122,7 @@ class SparseCoreStepper(Stepper):
         return Engine(
             plan=self._plan,
             mesh=device_mesh(self._plan.cores.devices),
+            backend="tpu" if isinstance(spec.accelerator, TpuSpec) else "portable",
             id_bound_check="error" if check == "error" else "drop",
             nan_check=spec.debug.stop_on_nonfinite and spec.train.on_nan == "stop",
         )
@@ -390,7 +393,7 @@ def planned(spec: JobSpec, model: nn.Module, batch: AnyBatch, cores: Cores | Non
         spec: which optimizer, stacks and quantization.
         model: which tables.
         batch: any of the run's: how many samples each lookup has.
-        cores: None: one for each device of the spec's CPU.
+        cores: None: those of the spec's slices, or one for each device of its CPU.
 
     Raises:
         SpecError: limits or stacks name no table, or samples do not divide by the SparseCores.
@@ -422,9 +425,8 @@ def planned(spec: JobSpec, model: nn.Module, batch: AnyBatch, cores: Cores | Non
         Feature(name=name, table=each.table, samples=_samples(each))
         for name, each in zip(feature_names(lookups), lookups, strict=True)
     ]
-    devices = (mesh_axes(spec) or {"data": 1})["data"]
     how = Stacking(disable_table_stacking=wanted.disable_table_stacking, groups=wanted.stacks)
-    return plan_stacks(tables, features, cores or Cores(devices=devices, per_device=1), how)
+    return plan_stacks(tables, features, cores or _cores_of(spec), how)
 
 
 def bounded(plan: StackPlan, overflow: str) -> StackPlan:
@@ -459,6 +461,12 @@ def _limits_of(spec: JobSpec, table: str) -> Limits | None:
         )
     given = wanted.tables[table]
     return Limits(max_ids=given.max_ids, max_unique=given.max_unique)
+
+
+def _cores_of(spec: JobSpec) -> Cores:
+    if isinstance(spec.accelerator, TpuSpec):
+        return cores_of_spec(spec)
+    return Cores(devices=(mesh_axes(spec) or {"data": 1})["data"], per_device=1)
 
 
 def _collection(model: nn.Module) -> EmbeddingCollection:
