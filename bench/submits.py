@@ -1,8 +1,8 @@
 """Submits that come all at once: a connection each, opened beforehand, and every request sent at one moment.
 
 Whoever sends them must not be what is measured: bare HTTP/1.1 over asyncio, in a process of its own, whose answers are
-stamped as they come in. A client with a pool hands its connections out one by one, under a lock: of 200 threads that
-ask it at once the last gets its connection when the first have their answers, which would count as the server's time.
+stamped as they come in. httpx's client has 100 connections at most: of 200 that ask it at once the second hundred wait
+until the first have their answers, or fail with PoolTimeout.
 """
 
 from __future__ import annotations
