@@ -403,6 +403,12 @@ def planned(spec: JobSpec, model: nn.Module, batch: AnyBatch, cores: Cores | Non
     optimizer = row_optimizer(spec.optimizers.sparse, steps=spec.train.steps, final=spec.train.lr_final)
     collection, read = _collection(model), {each.table for each in lookups}
     rounded = None if wanted.quantize is None else Quantization(**wanted.quantize.model_dump())
+    unknown = sorted(set(wanted.limits.tables) - read)
+    if unknown:
+        raise SpecError(
+            f"embedding.limits.tables names {unknown[0]!r}, which is no table of the model",
+            remedy=f"tables: {', '.join(sorted(read))}",
+        )
     tables = [
         Table(
             name=name,
@@ -415,12 +421,6 @@ def planned(spec: JobSpec, model: nn.Module, batch: AnyBatch, cores: Cores | Non
         for name, weight in collection.weights.items()
         if name in read
     ]
-    unknown = sorted(set(wanted.limits.tables) - read)
-    if unknown:
-        raise SpecError(
-            f"embedding.limits.tables names {unknown[0]!r}, which is no table of the model",
-            remedy=f"tables: {', '.join(sorted(read))}",
-        )
     features = [
         Feature(name=name, table=each.table, samples=_samples(each))
         for name, each in zip(feature_names(lookups), lookups, strict=True)
