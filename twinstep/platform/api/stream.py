@@ -28,7 +28,8 @@ router = APIRouter(prefix="/v1", tags=["jobs"])
 
 Kind = Literal["state", "event", "metrics", "log"]
 KINDS: tuple[Kind, ...] = ("state", "event", "metrics", "log")
-EVENTS, POINTS, LOG_BYTES = 100, 1000, 32768  # what one message or one look holds at most
+# What one message or one look holds at most. Whoever reads slowly keeps one in memory: 1,000 points are a megabyte.
+EVENTS, POINTS, LOG_BYTES = 100, 200, 32768
 LOOK_ANYWAY_S = 5.0  # writes of another process make no change count here
 
 
