@@ -161,6 +161,8 @@ def _notes(spec: JobSpec, found: Modelled) -> tuple[str, ...]:
             f"{gib(copied)} moved a device; a model.embedding_dim of {-(-spec.model.embedding_dim // LANES) * LANES} "
             "spares that"
         )
+    if found.where.kind == "tpu" and spec.embedding.engine == "sparsecore":
+        notes.append("memory of the SparseCore engine was held to one report alone; --aot asks the compiler")
     if found.where.kind == "gpu":
         notes.append("memory on GPUs is counted, and was held to no measurement")
     return tuple(notes)

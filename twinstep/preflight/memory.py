@@ -150,11 +150,12 @@ def _table_copy(spec: JobSpec, state: tuple[Held, ...], where: Where) -> int:
     if where.kind != "tpu" or not copies_tables(spec):
         return 0
     rows = [each.bytes // (width * FLOAT) for each in state if each.role == "table"]
-    return max(rows, default=0) * (width + -width % LANES) * FLOAT
+    times = 2 if spec.embedding.engine == "sparsecore" else 1  # one for the lookup, one for the update: one report
+    return times * max(rows, default=0) * (width + -width % LANES) * FLOAT
 
 
 def copies_tables(spec: JobSpec) -> bool:
     """Say whether a TPU's step copies tables; a ring's kernel wants whole lanes whatever the width."""
     width = spec.model.embedding_dim
-    engines = {"dense": is_copied(width), "ring": width % LANES != 0}
+    engines = {"dense": is_copied(width), "ring": width % LANES != 0, "sparsecore": width % LANES != 0}
     return engines.get(spec.embedding.engine, False)
