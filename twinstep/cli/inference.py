@@ -84,7 +84,7 @@ def score(
         ),
     ] = None,
     part: Annotated[Part, typer.Option("--part", help="Held-out events alone, or all of them.")] = Part.HELD_OUT,
-    batch_size: Annotated[int | None, typer.Option("--batch-size", min=1, help="Samples at a time.")] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", min=1, max=65536, help="Samples at a time.")] = None,
     as_json: JsonOpt = False,
 ) -> int:
     """Score candidates with an exported model, in batches; one row each. Experimental."""

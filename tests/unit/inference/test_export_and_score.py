@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
 from twinstep.cli.app import run
+from twinstep.spec.errors import SpecError
 from twinstep.spec.parse import validate_spec
 from twinstep.spec.report import RunSummary
 from twinstep.worker.data.datasets import load_dataset
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.inference.content import as_float, as_int8, model_of
 from twinstep.worker.inference.export import export, open_export
+from twinstep.worker.inference.score import _with, score
 from twinstep.worker.train import run_spec
 
 SPEC: dict[str, Any] = {
@@ -195,3 +197,34 @@ def test_other_data_than_the_models_is_refused(
     with pytest.raises(DataError, match="table item_id"):
         module.score(str(of_run[2]), tmp_path / "o.csv")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--input", "/tmp"), "leave --input out; it is for models of ml-1m"),
+        (("--batch-size", "70000"), "--batch-size"),
+        (("--batch-size", "0"), "--batch-size"),
+    ],
+)
+def test_data_and_sizes_that_a_spec_cannot_have_are_refused(
+    given: tuple[str, str], says: str, of_run: tuple[RunSummary, str, Path], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert run(["score", str(of_run[2]), "--out", str(tmp_path / "o.csv"), *given]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert "bug in twinstep" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whoever_calls_it_is_told_the_field_of_the_spec(of_run: tuple[RunSummary, str, Path], tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as told:
+        score(str(of_run[2]), tmp_path / "o.csv", batch_size=70000)
+    assert [fault.field for fault in told.value.faults] == ["data.batch_size"]
+
+
+def test_a_models_files_may_lie_elsewhere_by_now(tmp_path: Path) -> None:
+    files = validate_spec({"name": "t", "data": {"dataset": "ml-1m", "path": "/data/ml-1m"}})
+    assert _with(files, str(tmp_path), 7).data == files.data.model_copy(update={"path": str(tmp_path), "batch_size": 7})
+    assert _with(files, None, None) == files

@@ -20,8 +20,9 @@ import torch
 from pyarrow import csv, parquet
 from torch import Tensor
 
-from twinstep.spec.errors import DataError, UnavailableError
-from twinstep.spec.job import JobSpec
+from twinstep.spec.errors import DataError, SpecError, UnavailableError
+from twinstep.spec.job import DATASETS_OF_FILES, JobSpec
+from twinstep.spec.parse import validate_spec
 from twinstep.worker.data.datasets import Dataset, load_dataset
 from twinstep.worker.data.events import Ints
 from twinstep.worker.data.loader import Loader
@@ -62,13 +63,13 @@ def score(
 
     Raises:
         NotFoundError, DamagedError, ForeignError: see `open_export`.
+        SpecError: `batch_size` is not one that a spec can have, or `data` is given where the dataset has no files.
         DataError: the data is missing, or of another schema than the model's.
         UnavailableError: `out` has another ending, or cannot be written.
     """
     check_format(out)
     spec, schema, values, manifest = open_export(where)
-    changed = {name: value for name, value in (("path", data), ("batch_size", batch_size)) if value is not None}
-    spec = JobSpec.model_validate(spec.model_dump() | {"data": spec.data.model_dump() | changed})
+    spec = _with(spec, data, batch_size)
     dataset = load_dataset(spec.data)
     _check_schema(schema, dataset.schema)
     if part == "all":
@@ -103,6 +104,18 @@ def check_format(out: Path) -> None:
     if out.is_dir() or not out.parent.is_dir():
         why = "it is a directory" if out.is_dir() else f"there is no directory {out.parent}"
         raise UnavailableError(f"scores cannot be written to {out}: {why}", remedy="--out scores.parquet")
+
+
+def _with(spec: JobSpec, data: str | None, batch_size: int | None) -> JobSpec:
+    """Return the spec of an export with other files of its dataset, or batches of another size."""
+    if data is not None and spec.data.dataset not in DATASETS_OF_FILES:
+        raise SpecError(
+            f"the model was trained on {spec.data.dataset}, which is not read from files that can be given: {data}",
+            remedy=f"leave --input out; it is for models of {', '.join(DATASETS_OF_FILES)}",
+        )
+    changed = {name: value for name, value in (("path", data), ("batch_size", batch_size)) if value is not None}
+    asked = spec.model_dump(mode="json")
+    return validate_spec(asked | {"data": asked["data"] | changed}, source="what to score")
 
 
 def _check_schema(model: AnySchema, data: AnySchema) -> None:
