@@ -8,6 +8,7 @@ from __future__ import annotations
 from twinstep.preflight.changes import changes_for
 from twinstep.preflight.chips import where
 from twinstep.preflight.model import Modelled, modelled
+from twinstep.preflight.parameters import TABLES
 from twinstep.preflight.report import Change, Preflight, Problem
 from twinstep.preflight.roofline import copied_bytes, step_time
 from twinstep.preflight.tiles import LANES
@@ -106,7 +107,11 @@ def problems_of(spec: JobSpec, found: Modelled) -> tuple[Problem, ...]:
 
 def _too_large(found: Modelled, limit: int) -> list[Problem]:
     """Return a problem for each table that all devices together could not hold."""
-    whole = {each.name.split(".")[-2]: each.whole for each in found.memory.state if each.role == "table"}
+    whole = {
+        each.name.removeprefix(TABLES).removesuffix(".weight"): each.whole
+        for each in found.memory.state
+        if each.role == "table"
+    }
     room, place = limit * found.where.devices, found.where
     return [
         Problem(

@@ -17,7 +17,11 @@ INT32_MAX = 2**31 - 1
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Count = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
 FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
-"""Of a table, a feature, a task or a column."""
+"""Of a feature, a task or a column."""
+TableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,127}$")]
+"""Of a feature that has a table: without dots, which divide the names of a model's tensors."""
+MAX_TABLES = 1024
+"""Tables that one part of a spec may name; each costs time wherever a spec is looked at."""
 
 
 class Spec(BaseModel):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from twinstep.spec.base import FieldName, Spec
+from twinstep.spec.base import MAX_TABLES, FieldName, Spec, TableName
 
 MAX_ACTIONS = 31  # bits of an action word: what fits int32 and is not negative
 
@@ -17,7 +17,7 @@ class ColumnsSpec(Spec):
 
     user: FieldName = "user_id"
     """Who: whole number or text."""
-    item: Annotated[FieldName, Field(validate_default=True)] = "item_id"
+    item: Annotated[TableName, Field(validate_default=True)] = "item_id"
     """What: whole number or text; the first item feature, and the name of its table."""
     time: FieldName = "timestamp"
     """When: a timestamp, or a whole number of `time_unit` since 1970."""
@@ -31,9 +31,9 @@ class ColumnsSpec(Spec):
     """Columns of 0 and 1 (or booleans): column i is bit i of the action word, and a task of its own."""
     watch: FieldName | None = None
     """Seconds watched; gives the regression `watch_time`, for `data.tasks` to ask for."""
-    user_features: tuple[FieldName, ...] = ()
+    user_features: Annotated[tuple[TableName, ...], Field(max_length=MAX_TABLES // 2, validate_default=True)] = ()
     """Ids that describe the user, one table each; none: the user's own id."""
-    item_features: tuple[FieldName, ...] = ()
+    item_features: Annotated[tuple[TableName, ...], Field(max_length=MAX_TABLES // 2)] = ()
     """Further ids that describe the item, one table each: other ones than the user's."""
 
     @field_validator("item")
@@ -48,7 +48,10 @@ class ColumnsSpec(Spec):
     @classmethod
     def _features_are_apart(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         """Each feature has a table of its own name, which cannot be numbered by users and by items."""
-        taken = [info.data.get("item")]
+        user, taken = info.data.get("user") or "", [info.data.get("item")]
+        if info.field_name == "user_features" and not value and "." in user:
+            said = {"name": user, "allowed": "at least one column without dots", "nearest": ["user_id"]}
+            raise PydanticCustomError("between_fields", "is empty, and {name} has a dot, which no table may", said)
         if info.field_name == "item_features":
             taken += info.data.get("user_features") or (info.data.get("user"),)
         apart = [name for name in dict.fromkeys(value) if name not in taken]

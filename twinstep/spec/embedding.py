@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from twinstep.spec.base import INT32_MAX, Count, FieldName, Number, Spec
+from twinstep.spec.base import INT32_MAX, MAX_TABLES, Count, FieldName, Number, Spec
 from twinstep.spec.sparsecore import SparseCoreFlags
 
 Limit = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
@@ -34,7 +34,7 @@ class TableLimits(Spec):
 class LimitsSpec(Spec):
     """Where the limits of partitions come from."""
 
-    tables: dict[FieldName, TableLimits] = Field(default_factory=dict)
+    tables: Annotated[dict[FieldName, TableLimits], Field(max_length=MAX_TABLES)] = Field(default_factory=dict)
     """With `source: given`: the limits of every table; tables that share a stack have the sum."""
     source: Annotated[Literal["fdo", "data", "given"], Field(validate_default=True)] = "fdo"
     """`fdo`: from the first batches, then they follow what steps ask for; `data`: from the first batches, and stay;
@@ -106,7 +106,7 @@ class EmbeddingSpec(Spec):
     """Ids that name no row of their table: end the run; leave them out; or take them modulo the rows; counted."""
     quantize: QuantizeSpec | None = None
     """Round rows as they are looked up, as a quantized table would; null: not."""
-    sharding: dict[FieldName, Sharding] = Field(default_factory=dict)
+    sharding: Annotated[dict[FieldName, Sharding], Field(max_length=MAX_TABLES)] = Field(default_factory=dict)
     """How a table is divided over processes, by its name; `auto`, by its size, for those that are not named."""
     overlap: StrictBool = True
     """Send the next batch's ids to where their rows are while a step runs; no result depends on it."""

@@ -12,7 +12,7 @@ from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
-from twinstep.spec.base import INT32_MAX, Count, FieldName, Number, Spec
+from twinstep.spec.base import INT32_MAX, MAX_TABLES, Count, FieldName, Number, Spec
 from twinstep.spec.columns import ColumnsSpec
 from twinstep.spec.embedding import EmbeddingSpec, divided_problem, processes_problem
 from twinstep.spec.model import DLRMv3Spec, Model
@@ -28,6 +28,7 @@ DatasetName = Literal[
 DATASETS_OF_FILES = ("ml-1m", "ml-20m", "kuairand-1k", "streaming", "parquet", "criteo")
 """Datasets that are read from `data.path`; the others need no files of the user's."""
 DataPath = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
+RowsByName = Annotated[dict[FieldName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]], Field(max_length=MAX_TABLES)]
 
 
 class SplitSpec(Spec):
@@ -58,7 +59,7 @@ class DataSpec(Spec):
     """Features that the model sees, of the dataset's; null: all. The item's own id is always one."""
     columns: ColumnsSpec = ColumnsSpec()
     """Columns of the files of `dataset: parquet`."""
-    hash_rows: dict[FieldName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
+    hash_rows: RowsByName = Field(default_factory=dict)
     """Tables of `parquet` whose ids are hashed into so many rows; the others are numbered. Of `criteo` C1 to C26."""
     cache_dir: DataPath | None = None
     """Local folder, by its whole path, that keeps `criteo` as arrays for later runs, 170 bytes a row; null: none is."""
@@ -83,7 +84,7 @@ class DataSpec(Spec):
     """Batches that lie ready ahead of the step; each packer may hold one more."""
     loader_workers: Annotated[StrictInt, Field(ge=0, le=64)] = 0
     """Processes that pack training batches ahead of the step; 0: a thread of the run's own process does."""
-    rows: dict[FieldName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]] = Field(default_factory=dict)
+    rows: RowsByName = Field(default_factory=dict)
     """Rows of a table by name, where more are wanted than the dataset needs."""
     synthetic_events: Annotated[StrictInt, Field(ge=100, le=10_000_000)] = 20_000
     """Events, or rows, of a synthetic dataset; other datasets ignore it."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictInt, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from twinstep.spec.base import INT32_MAX, FieldName, Number, Spec
+from twinstep.spec.base import INT32_MAX, Number, Spec, TableName
 
 Rows = Annotated[StrictInt, Field(ge=1, le=10_000_000)]  # each has a popularity, at 8 bytes
 MAX_FEATURES = 256
@@ -28,9 +28,9 @@ class SyntheticSpec(Spec):
     """Events of a user in `synthetic`: each event's user drawn alike; the same number each; few users with most."""
     history_spread: Annotated[Number, Field(ge=0, le=10)] = 1.0
     """Exponent of `history: zipf`, or standard deviation of the logarithm of `history: lognormal`."""
-    user_features: Annotated[dict[FieldName, Rows], Field(max_length=MAX_FEATURES)] = Field(default_factory=dict)
+    user_features: Annotated[dict[TableName, Rows], Field(max_length=MAX_FEATURES)] = Field(default_factory=dict)
     """Further features of `synthetic`'s users: rows of their tables by name."""
-    item_features: Annotated[dict[FieldName, Rows], Field(max_length=MAX_FEATURES)] = Field(default_factory=dict)
+    item_features: Annotated[dict[TableName, Rows], Field(max_length=MAX_FEATURES)] = Field(default_factory=dict)
     """Further features of `synthetic`'s items: rows of their tables by name."""
     dense: Annotated[StrictInt, Field(ge=1, le=4096)] = 13
     """Dense features of `synthetic-clicks`."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from twinstep.spec.base import MAX_TABLES
 from twinstep.spec.errors import SpecError
 from twinstep.spec.job import DATA_SETTINGS, DATASETS_OF_FILES, DATASETS_OF_ROWS, DataSpec
 from twinstep.spec.parse import dump_spec, parse_spec
@@ -54,6 +55,36 @@ def test_names_of_columns_that_do_not_clash_are_taken() -> None:
         "watch: watch_time",
     ):
         parse_spec(f"name: a\ndata: {{dataset: parquet, path: /d, columns: {{{columns}}}}}")
+
+
+@pytest.mark.parametrize(("data", "field"), [
+    ("columns: {item: a.b}", "columns.item"),
+    ("columns: {user: a.b}", "columns.user_features"),
+    ("columns: {user_features: [a.b]}", "columns.user_features.0"),
+    ("columns: {item_features: [a.b]}", "columns.item_features.0"),
+    ("synthetic: {user_features: {a.b: 3}}", "synthetic.user_features"),
+    ("synthetic: {item_features: {a.b: 3}}", "synthetic.item_features"),
+])  # fmt: skip
+def test_a_feature_that_has_a_table_has_no_dot(data: str, field: str) -> None:
+    dataset = "synthetic" if data.startswith("synthetic") else "parquet, path: /d"
+    found = fault(f"name: a\ndata: {{dataset: {dataset}, {data}}}")
+    assert found.field.startswith(f"data.{field}")
+    assert found.remedy
+
+
+def test_columns_without_a_table_may_have_dots() -> None:
+    columns = "user: a.b, user_features: [c], time: d.e, rating: f.g, actions: [h.i]"
+    parse_spec(f"name: a\ndata: {{dataset: parquet, path: /d, columns: {{{columns}}}}}")
+
+
+@pytest.mark.parametrize("part", ["rows", "hash_rows", "columns.user_features", "columns.item_features"])
+def test_a_spec_names_no_more_tables_than_can_be_looked_at(part: str) -> None:
+    names = [f"t{index}" for index in range(MAX_TABLES + 1)]
+    given: Any = names if part.startswith("columns") else dict.fromkeys(names, 3)
+    data: Any = {"dataset": "parquet", "path": "/d"}
+    data |= {"columns": {part.split(".")[1]: given}} if part.startswith("columns") else {part: given}
+    found = fault(json.dumps({"name": "a", "data": data}))
+    assert found.field == f"data.{part}"
 
 
 EVERY = ("ml-100k", "ml-1m", "ml-20m", "kuairand-1k", "parquet", "synthetic", "synthetic-clicks", "criteo")
