@@ -14,8 +14,9 @@ Limit = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
 
 
 Sharding = Literal["auto", "table_wise", "row_wise", "column_wise", "data_parallel"]
-FUSED = {"cpu": ("sgd", "adagrad", "rowwise_adagrad"), "gpu": ("sgd", "adagrad", "rowwise_adagrad", "adam")}
-"""Optimizers that FBGEMM runs fused with the backward pass of divided tables, by accelerator."""
+FUSED = ("sgd", "adagrad", "rowwise_adagrad")
+"""Optimizers of divided tables: FBGEMM runs them fused with the backward pass. It has Adam for GPUs alone, where it was
+not run yet: what it counts steps by would have to go in and out with its moments."""
 
 
 Said = dict[str, Any]

@@ -121,7 +121,6 @@ def plans_of(parts: Parts, collection: EmbeddingCollection, used: set[str]) -> t
         asked=parts.spec.embedding.sharding,
         processes=parts.together.ranks.size,
         sparse=parts.spec.optimizers.sparse.kind,
-        accelerator=parts.spec.accelerator.kind,
     )
 
 

@@ -45,7 +45,7 @@ class TablePlan:
 
 
 def plan_tables(
-    tables: Sequence[TableSize], *, asked: Mapping[str, Sharding], processes: int, sparse: str, accelerator: str
+    tables: Sequence[TableSize], *, asked: Mapping[str, Sharding], processes: int, sparse: str
 ) -> tuple[TablePlan, ...]:
     """Return a plan for every table, in their order.
 
@@ -57,7 +57,6 @@ def plan_tables(
         asked: sharding by table; `auto` for those that are not named.
         processes: that the tables are divided among.
         sparse: kind of the tables' optimizer.
-        accelerator: cpu or gpu.
 
     Raises:
         SpecError: a name is no table, or a table cannot be divided so; the field is named.
@@ -85,7 +84,7 @@ def plan_tables(
         for table in tables
         for kind, why in [kinds[table.name]]
     )
-    _check_optimizer(plans, sparse=sparse, accelerator=accelerator)
+    _check_optimizer(plans, sparse=sparse)
     return plans
 
 
@@ -133,11 +132,11 @@ def _check(table: TableSize, kind: Kind, *, processes: int, sparse: str) -> None
         )
 
 
-def _check_optimizer(plans: Sequence[TablePlan], *, sparse: str, accelerator: str) -> None:
+def _check_optimizer(plans: Sequence[TablePlan], *, sparse: str) -> None:
     divided = [plan.table.name for plan in plans if plan.kind != "data_parallel"]
-    if divided and sparse not in FUSED[accelerator]:
+    if divided and sparse not in FUSED:
         raise SpecError(
-            f"optimizers.sparse.kind is {sparse}, which FBGEMM does not run fused on a {accelerator}, and "
-            f"{', '.join(divided)} would be divided",
-            remedy=f"use one of {', '.join(FUSED[accelerator])}; or embedding.sharding: data_parallel for these tables",
+            f"optimizers.sparse.kind is {sparse}, which divided tables do not have, and {', '.join(divided)} would be "
+            "divided",
+            remedy=f"use one of {', '.join(FUSED)}; or embedding.sharding: data_parallel for these tables",
         )

@@ -1,6 +1,6 @@
 """The door to TorchRec and FBGEMM: modules sharded by a plan, and their tensors by table. Nothing else imports them.
 
-A CPU's limits, seen with torchrec 1.8 and fbgemm-gpu-cpu 1.8: no fused Adam; a data-parallel EmbeddingCollection fails.
+A CPU's limit, seen with torchrec 1.8 and fbgemm-gpu-cpu 1.8: a data-parallel EmbeddingCollection fails.
 Tables that are kept on every process never come here: the compiled step has them, and averages their gradients.
 """
 
@@ -40,15 +40,13 @@ KINDS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adam": EmbOptimType.ADAM,
 }
 STATE = {
     "sgd": {},
     "adagrad": {"momentum1": "sum"},
     "rowwise_adagrad": {"momentum1": "sum"},
-    "adam": {"momentum1": "exp_avg", "momentum2": "exp_avg_sq"},
 }
-"""What FBGEMM keeps of a table, and the name that the `torch.optim` optimizer has for it."""
+"""What FBGEMM keeps of a table, by TorchRec's key, and the name that the `torch.optim` optimizer has for it."""
 
 
 def keyed(names: Sequence[str], values: Tensor, lengths: Tensor) -> KeyedJaggedTensor:
@@ -71,8 +69,6 @@ def shard(
     fused = {"optimizer": KINDS[optimizer.kind], "learning_rate": optimizer.lr}
     if optimizer.kind != "sgd":
         fused["eps"] = optimizer.eps
-    if optimizer.kind == "adam":
-        fused["beta1"], fused["beta2"] = optimizer.betas
     if optimizer.weight_decay:
         fused["weight_decay"] = optimizer.weight_decay
     sharder: Any = (EmbeddingBagCollectionSharder if pooled else EmbeddingCollectionSharder)(fused_params=fused)
@@ -145,7 +141,13 @@ class Piece:
     """The owner's own memory; None elsewhere."""
 
     def everywhere(self, group: distributed.ProcessGroup) -> Tensor:
-        """Return the values, on every process: the owner sends them."""
+        """Return the values, on every process: the owner sends them.
+
+        Raises:
+            RuntimeError: this process is the owner, and has them not.
+        """
+        if self.here is None and distributed.get_rank(group) == self.owner:
+            raise RuntimeError(f"process {self.owner} lacks the piece at {self.offsets} of a table's tensor")
         device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
         values = torch.empty(self.sizes, device=device) if self.here is None else self.here.contiguous()
         if group.size() > 1:
@@ -176,10 +178,18 @@ def divided_tensors(sharded: Sharded, kind: str) -> list[Divided]:
     """Return every table's weight, and what the optimizer keeps of it, in the same order everywhere.
 
     The optimizer's own state_dict has entries only for what is here, so where its pieces are follows from the weight's.
+
+    Raises:
+        RuntimeError: the optimizer keeps other tensors than are known of its kind.
     """
     kept: dict[str, dict[str, Any]] = {}
     for path, entries in sharded.fused_optimizer.state_dict()["state"].items():
-        kept[path.split(".")[-2]] = {key.rpartition(".")[2]: tensor for key, tensor in entries.items()}
+        table = path.split(".")[-2]
+        kept[table] = {key.rpartition(".")[2]: tensor for key, tensor in entries.items()}
+        if kept[table].keys() != STATE[kind].keys():
+            raise RuntimeError(
+                f"FBGEMM keeps {sorted(kept[table])} of table {table}, not {sorted(STATE[kind])} of {kind}"
+            )
     found = []
     for path, tensor in sorted(sharded.state_dict().items()):
         table = path.split(".")[-2]

@@ -1,0 +1,59 @@
+"""What FBGEMM keeps of divided tables, as it comes out and goes in; a group of one process, with the real modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from twinstep.spec.embedding import FUSED
+from twinstep.spec.job import SparseOptimizerSpec
+from twinstep.worker.embedding.hybrid import sharded
+from twinstep.worker.embedding.hybrid.plan import TableSize, plan_tables
+
+ROWS, DIM = 12, 8
+
+
+@pytest.fixture
+def group() -> Iterator[distributed.ProcessGroup]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield distributed.new_group()
+    finally:
+        distributed.destroy_process_group()
+
+
+def made(kind: str, group: distributed.ProcessGroup) -> Any:
+    plans = plan_tables([TableSize(name="t", rows=ROWS, dim=DIM)], asked={"t": "row_wise"}, processes=1, sparse=kind)
+    optimizer = SparseOptimizerSpec(kind=kind, lr=0.1)  # type: ignore[arg-type]
+    return sharded.shard(
+        {plan: ["f"] for plan in plans}, pooled=True, optimizer=optimizer, device=torch.device("cpu"), group=group
+    )
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_each_tensor_that_an_optimizer_keeps_is_found_where_it_is(kind: str, group: distributed.ProcessGroup) -> None:
+    assert set(sharded.KINDS) == set(sharded.STATE) == set(FUSED)
+    found = {each.name: each for each in sharded.divided_tensors(made(kind, group), kind)}
+    assert set(found) == {"weight", *sharded.STATE[kind].values()}
+    for tensor in found.values():
+        (piece,) = tensor.pieces
+        assert piece.here is not None
+        piece.here.fill_(3.0)
+        assert piece.everywhere(group).unique().tolist() == [3.0]
+    assert found["weight"].pieces[0].sizes == (ROWS, DIM)
+
+
+def test_a_key_that_nobody_knows_ends_the_run(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sharded.STATE, "adagrad", {"momentum1": "sum", "momentum2": "exp_avg_sq"})
+    with pytest.raises(RuntimeError, match="FBGEMM keeps"):
+        sharded.divided_tensors(made("adagrad", group), "adagrad")
+
+
+def test_memory_that_nobody_wrote_is_never_sent(group: distributed.ProcessGroup) -> None:
+    piece = sharded.Piece((0, 0), (ROWS, DIM), 0, None)
+    with pytest.raises(RuntimeError, match="process 0 lacks the piece"):
+        piece.everywhere(group)
