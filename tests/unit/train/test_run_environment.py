@@ -162,6 +162,67 @@ def test_devices_of_the_host_are_asked_of_xla_beside_what_flags_there_are(monkey
     assert environment.mesh_axes(with_devices(1)) is None
 
 
+def for_slice(topology: str, slices: int = 1) -> JobSpec:
+    return validate_spec(
+        {
+            "name": "t",
+            "compile": {"backend": "xla", "cache": False},
+            "accelerator": {"kind": "tpu", "generation": "v5p", "topology": topology, "slices": slices},
+            "data": {"batch_size": 1024},
+        }
+    )
+
+
+@pytest.fixture
+def a_host_with_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dev/vfio").mkdir(parents=True)
+    (tmp_path / "dev/vfio/0").write_text("")
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+
+
+def as_process(monkeypatch: pytest.MonkeyPatch, *, slices: int, hosts: int) -> None:
+    values = (slices, hosts, 0, 0, "h:8482")
+    names = ("SLICES", "HOSTS_PER_SLICE", "SLICE", "HOST", "COORDINATOR")
+    for name, value in zip(names, values, strict=True):
+        monkeypatch.setenv(f"TWINSTEP_{name}", str(value))
+
+
+def test_a_host_without_chips_trains_no_tpu_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dev/vfio").mkdir(parents=True)
+    (tmp_path / "dev/vfio/vfio").write_text("")  # the driver is there, and no chip
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    with pytest.raises(SpecError, match="this host has no TPU chips") as caught:
+        prepare_environment(for_slice("2x2x1"))
+    assert "twinstep render" in caught.value.remedy
+
+
+@pytest.mark.usefixtures("a_host_with_chips")
+@pytest.mark.parametrize(("topology", "slices", "hosts"), [("2x2x1", 1, 1), ("4x4x8", 1, 32), ("4x4x4", 2, 16)])
+def test_a_slices_hosts_run_one_process_each(
+    monkeypatch: pytest.MonkeyPatch, topology: str, slices: int, hosts: int
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
+    as_process(monkeypatch, slices=slices, hosts=hosts)
+    prepare_environment(for_slice(topology, slices))
+    assert os.environ["JAX_PLATFORMS"] == "tpu,cpu"
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=/tmp/x"  # the host's CPU is not cut into devices
+
+
+@pytest.mark.usefixtures("a_host_with_chips")
+def test_processes_that_are_not_one_to_a_host_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_process(monkeypatch, slices=1, hosts=4)
+    with pytest.raises(SpecError, match=r"v5p 4x4x8 have 32 hosts, and the run has 4 process"):
+        prepare_environment(for_slice("4x4x8"))
+
+
+@pytest.mark.usefixtures("a_host_with_chips")
+def test_a_tpu_host_without_libtpu_is_told_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match="libtpu is not installed"):
+        prepare_environment(for_slice("2x2x1"))
+
+
 def test_several_devices_want_the_xla_backend() -> None:
     with pytest.raises(SpecError, match=r"accelerator.devices is 2 with compile.backend eager"):
         prepare_environment(with_devices(2, "eager"))

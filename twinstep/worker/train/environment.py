@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinstep.spec.accelerator import CpuSpec
+from twinstep.spec.accelerator import CpuSpec, TpuSpec
 from twinstep.spec.errors import SpecError, UnavailableError
 from twinstep.spec.job import JobSpec
-from twinstep.worker.train.processes import Process
+from twinstep.spec.topology import slice_shape
+from twinstep.worker.train.processes import NAMES, Process
 from twinstep.worker.train.ranks import Ranks
 from twinstep.worker.train.toolchain import check_compiler
 
@@ -93,11 +95,11 @@ def prepare_environment(spec: JobSpec) -> None:
             can write to it.
     """
     divided, ranks = spec.embedding.engine == "torchrec", Ranks.from_environment()
-    if spec.accelerator.kind != "cpu" and not (divided and spec.accelerator.kind == "gpu"):
-        more = ", or embedding.engine: torchrec" if spec.accelerator.kind == "gpu" else ""
+    if spec.accelerator.kind == "gpu" and not divided:
         raise SpecError(
-            f"accelerator.kind is {spec.accelerator.kind}; this process trains on cpu",
-            remedy=f"accelerator: cpu{more}; or render the job for a cluster: twinstep render SPEC",
+            "accelerator.kind is gpu; this process trains on cpu",
+            remedy="accelerator: cpu, or embedding.engine: torchrec; or render the job for a cluster: twinstep render "
+            "SPEC",
         )
     if ranks.size > 1 and not divided:
         raise SpecError(
@@ -107,14 +109,50 @@ def prepare_environment(spec: JobSpec) -> None:
     # OpenMP threads that spin while they wait take the processor from those that work; on small shared machines that
     # made steps several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    _set_devices(spec)
+    if isinstance(spec.accelerator, TpuSpec):
+        _check_host(spec.accelerator)
+        os.environ["JAX_PLATFORMS"] = "tpu,cpu"  # TPUs are the devices of a mesh, and the host's CPU is there too
+    else:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        _set_devices(spec)
     if spec.compile.backend == "inductor":
         check_compiler()
     directory = cache_directory(spec)
     if directory is not None and spec.compile.backend != "eager":
         _make_private(directory)
         _make_private(directory / spec.compile.backend)
+
+
+def _check_host(asked: TpuSpec) -> None:
+    """See that this process is one of those that a slice's hosts run, one on each, before libtpu waits for others.
+
+    Raises:
+        SpecError: this host has no TPU chips, or processes are not as many as the slices have hosts.
+        UnavailableError: libtpu is not installed.
+    """
+    if not any(any(ROOT.glob(pattern)) for pattern in CHIPS):
+        raise SpecError(
+            "accelerator.kind is tpu, and this host has no TPU chips",
+            remedy="accelerator: cpu; or render the job for a cluster: twinstep render SPEC",
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise UnavailableError(
+            "libtpu is not installed, through which JAX reaches TPU chips",
+            remedy="use the TPU worker's image, or install the extra: pip install 'twinstep[worker,aot]'",
+        )
+    shape = slice_shape(asked.generation, asked.topology, chips_per_host=asked.chips_per_host, slices=asked.slices)
+    count = Process.from_environment().count
+    if count != shape.hosts:
+        raise SpecError(
+            f"{shape.slices} slice(s) of {shape.generation} {shape.topology} have {shape.hosts} hosts, and the run has "
+            f"{count} process(es)",
+            remedy=f"start one process on each host, with {', '.join(NAMES)}, as a rendered JobSet does",
+        )
+
+
+ROOT = Path("/")
+CHIPS = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")
+"""Under the root, where TPU chips are devices of their host: by the TPU driver, or by VFIO on newer machines."""
 
 
 def _set_devices(spec: JobSpec) -> None:
