@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -66,9 +67,19 @@ def test_the_first_failure_ends_the_others_and_is_the_exit_code() -> None:
     assert said == ["process 1 of this run ended with code 7; the others are stopped"]
 
 
-def test_a_process_that_does_not_hear_is_killed() -> None:
-    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(0.5 if rank else 600); sys.exit(3)"
+def test_a_process_that_does_not_hear_is_killed(tmp_path: Path) -> None:
+    code = f"""
+if rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open({str(tmp_path / "ignoring")!r}, 'w').close()
+    time.sleep(20)
+    open({str(tmp_path / "outlived")!r}, 'w').close()
+while not os.path.exists({str(tmp_path / "ignoring")!r}):
+    time.sleep(0.02)
+sys.exit(3)
+"""
     assert launch(python(code), 2, patience=0.5) == 3
+    assert [each.name for each in tmp_path.iterdir()] == ["ignoring"]
 
 
 def test_a_killed_process_counts_as_its_signal() -> None:
@@ -92,6 +103,37 @@ time.sleep(600)
         process.terminate()
         assert process.wait(LIMIT) == 75
     assert sorted(each.name for each in tmp_path.glob("stopped*")) == ["stopped0", "stopped1"]
+
+
+def test_a_signal_that_comes_before_all_are_started_reaches_all(tmp_path: Path) -> None:
+    code = f"""
+def stop(*_):
+    open(f'{tmp_path}/stopped{{rank}}', 'w').close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+open(f'{tmp_path}/up{{rank}}', 'w').close()
+time.sleep(600)
+"""
+    early = f"""
+import os, signal, sys, time
+from twinstep.worker.train import launch as module
+start = module._Processes.start
+def start_slowly(self, rank, command, environment):
+    start(self, rank, command, environment)
+    while rank == 0 and not os.path.exists('{tmp_path}/up0'):
+        time.sleep(0.02)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+module._Processes.start = start_slowly
+sys.exit(module.launch({python(code)!r}, 2, patience=0.1))
+"""
+    with subprocess.Popen([sys.executable, "-c", early]) as process:
+        try:
+            # The second may be told before it can listen, and ends by that.
+            assert process.wait(LIMIT) in (75, 128 + signal.SIGTERM)
+        finally:
+            process.kill()
+    assert (tmp_path / "stopped0").exists()
 
 
 def test_a_killed_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:

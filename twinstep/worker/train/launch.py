@@ -48,15 +48,14 @@ def launch(
         patience: seconds that the rest has, after a failure, to end by itself, and then to end when it is asked to.
         say: is told which process failed first.
     """
-    with _free_port() as port, _Processes() as started:
+    with _free_port() as port, _Processes() as started, _forwarding(started.ask):
         for rank in range(processes):
             ranks = Ranks(rank=rank, size=processes, local=rank, on_host=processes, address=LOOPBACK, port=port)
             base = os.environ if environment is None else environment
             # gloo asks the host's name for its address, which need not be one that this host answers to.
             own = {"GLOO_SOCKET_IFNAME": _loopback(), **base, **ranks.as_environment()}
-            started.start(command, own, silent=rank > 0)
-        with _forwarding(started.ask):
-            return started.wait(patience=patience, say=say)
+            started.start(rank, command, own)
+        return started.wait(patience=patience, say=say)
 
 
 def launch_spec(spec: JobSpec, *, processes: int, as_json: bool) -> int:
@@ -89,9 +88,11 @@ class _Processes:
     def __init__(self) -> None:
         self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         """By pidfd: rank and process."""
-        self._asked = False
+        self._asked: list[int] = []
+        """Signals that were passed on, which those that start later have not heard."""
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], *, silent: bool) -> None:
+    def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        silent = rank > 0
         process = subprocess.Popen(  # noqa: S603
             command,
             env=dict(environment),
@@ -99,11 +100,16 @@ class _Processes:
             stdout=subprocess.DEVNULL if silent else None,
             preexec_fn=_end_with_parent,
         )
-        self._running[os.pidfd_open(process.pid)] = (len(self._running), process)
+        handle = os.pidfd_open(process.pid)
+        with _held_back():  # each signal comes before this, and is told here, or after it, and is told by `ask`
+            self._running[handle] = (rank, process)
+            missed = list(self._asked)
+        for number in missed:
+            signal.pidfd_send_signal(handle, number)
 
     def ask(self, number: int) -> None:
         """Pass a signal of this process's on; how long to take over it is then for whoever sent it to say."""
-        self._asked = True
+        self._asked.append(number)
         self.signal(number)
 
     def signal(self, number: int) -> None:
@@ -156,6 +162,16 @@ class _Processes:
 def _end_with_parent() -> None:
     """Let the kernel end this process when its launcher is killed, which then could not."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Let no signal that is passed on arrive meanwhile; processes may not be started here, they would inherit it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
