@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +17,7 @@ import typer
 from twinstep.cli.here import JsonOpt, needs_worker
 from twinstep.cli.jobs import UrlOpt
 from twinstep.cli.output import console, one_line, print_json
+from twinstep.spec.errors import NotFoundError
 from twinstep.spec.words import DASH, number
 
 
@@ -61,7 +67,8 @@ def export(
         from twinstep.worker.inference.export import export as write
     except ModuleNotFoundError as error:
         raise needs_worker("exporting", error) from None
-    found = write(place, out, step=step, int8=None if int8 is None else int8.value)
+    with _unwound_by_sigterm():
+        found = write(place, out, step=step, int8=None if int8 is None else int8.value)
     if as_json:
         print_json({"export": found.as_json()})
         return 0
@@ -93,7 +100,8 @@ def score(
         from twinstep.worker.inference.score import score as run
     except ModuleNotFoundError as error:
         raise needs_worker("scoring", error) from None
-    found = run(where, out, data=data, part=part.value, batch_size=batch_size)
+    with _unwound_by_sigterm():
+        found = run(where, out, data=data, part=part.value, batch_size=batch_size)
     if as_json:
         told = {"out": found.out, "candidates": found.candidates, "int8": found.int8, "scores": found.scores.values()}
         print_json({"score": told})
@@ -108,8 +116,30 @@ def _prepare() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+@contextlib.contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process as Ctrl-C does: what was half written is removed on the way out."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _place(source: str, url: str | None) -> str:
-    """Return where checkpoints lie: as given, where that is a path or URI, else where a job's are."""
+    """Return where checkpoints lie: as given, where that is a path or URI, else where a job's are.
+
+    Raises:
+        NotFoundError: they are not in this machine's data directory; where a control plane keeps its own, it tells
+            nobody.
+    """
     if "/" in source or Path(source).exists():
         return source
     from twinstep.cli.client import PlaneClient, environ_url
@@ -119,4 +149,11 @@ def _place(source: str, url: str | None) -> str:
     with PlaneClient(environ_url(url)) as plane:
         job: dict[str, Any] = plane.find(source)
     wanted = (job["spec"].get("checkpoint") or {}).get("path")
-    return checkpoint_place(default_data_dir(os.environ), job["id"], wanted)
+    place = checkpoint_place(default_data_dir(os.environ), job["id"], wanted)
+    if "://" not in place and not Path(place).exists():  # no two jobs have one id, so what is there is this job's
+        raise NotFoundError(
+            f"there are no checkpoints of {job['id']} in {place}",
+            remedy=f"where the control plane {plane.url} has another data directory, or is on another machine, give "
+            f"that place: DATA_DIR/checkpoints/{job['id']}; checkpoint.every_steps makes some",
+        )
+    return place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
 from twinstep.cli.app import run
-from twinstep.spec.errors import SpecError
+from twinstep.cli.inference import _place, _unwound_by_sigterm
+from twinstep.spec.errors import ConflictError, NotFoundError, SpecError, UnavailableError
 from twinstep.spec.parse import validate_spec
 from twinstep.spec.report import RunSummary
+from twinstep.worker.checkpoint.place import LocalPlace, UriPlace
 from twinstep.worker.data.datasets import load_dataset
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.inference.content import as_float, as_int8, model_of
@@ -197,6 +200,89 @@ def test_other_data_than_the_models_is_refused(
     with pytest.raises(DataError, match="table item_id"):
         module.score(str(of_run[2]), tmp_path / "o.csv")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("scheme", ["", "memory://"])
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, OSError])
+def test_an_export_that_is_ended_leaves_its_name_free(
+    scheme: str, end: type[BaseException], of_run: tuple[RunSummary, str, Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    _, place, _ = of_run
+    out = f"{scheme}{tmp_path}/mine"
+    with monkeypatch.context() as patch:
+
+        def fails(*_: Any) -> None:
+            raise end("ended")
+
+        patch.setattr(UriPlace if scheme else LocalPlace, "commit", fails)
+        with pytest.raises(UnavailableError if end is OSError else end):
+            export(place, out)
+    assert list(tmp_path.iterdir()) == []
+    export(place, out)
+    open_export(out)
+
+
+@pytest.mark.parametrize("scheme", ["", "memory://"])
+def test_of_two_exports_to_one_name_the_quicker_stays(
+    scheme: str, of_run: tuple[RunSummary, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, place, _ = of_run
+    out = f"{scheme}{tmp_path}/mine"
+    kind = UriPlace if scheme else LocalPlace
+    commit: Any = kind.commit
+
+    def second_first(*args: Any) -> None:
+        monkeypatch.setattr(kind, "commit", commit)
+        if scheme:
+            commit(*args)  # as an upload whose answer was lost
+            raise OSError("no answer")
+        export(place, out)
+        commit(*args)
+
+    monkeypatch.setattr(kind, "commit", second_first)
+    with pytest.raises(ConflictError, match="there is something at"):
+        export(place, out)
+    open_export(out)
+    assert [each.name for each in tmp_path.iterdir()] == ([] if scheme else ["mine"])
+
+
+def test_sigterm_unwinds_what_is_half_written() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, _unwound_by_sigterm():
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+class _Plane:
+    """Answers for one job, as a control plane does."""
+
+    url = "http://far.example:8765"
+
+    def __init__(self, url: str) -> None:
+        pass
+
+    def __enter__(self) -> _Plane:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def find(self, name: str) -> dict[str, Any]:
+        return {"id": "job-7", "spec": {"checkpoint": {"path": "s3://bucket/runs" if name == "stored" else None}}}
+
+
+def test_a_jobs_checkpoints_are_looked_for_where_they_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINSTEP_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr("twinstep.cli.client.PlaneClient", _Plane)
+    assert _place("stored", _Plane.url) == "s3://bucket/runs/job-7"
+    with pytest.raises(NotFoundError, match="no checkpoints of job-7 in") as told:
+        _place("mine", _Plane.url)
+    assert _Plane.url in told.value.remedy
+    assert "DATA_DIR/checkpoints/job-7" in told.value.remedy
+    (tmp_path / "checkpoints" / "job-7").mkdir(parents=True)
+    assert _place("mine", _Plane.url) == str(tmp_path / "checkpoints" / "job-7")
 
 
 @pytest.mark.parametrize(

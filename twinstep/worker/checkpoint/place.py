@@ -40,6 +40,9 @@ class Place(Protocol):
     def remove(self, name: str, first: str) -> None:
         """Remove a checkpoint, its file `first` before the others; one that is not there is removed already."""
 
+    def abandon(self, name: str, last: str) -> None:
+        """Remove what was written of a checkpoint that was begun, unless its file `last` says that one is whole."""
+
     def read(self, name: str, file: str) -> bytes:
         """Return a whole file."""
 
@@ -56,9 +59,11 @@ class Place(Protocol):
 class LocalPlace:
     """A directory of this machine, or one that is mounted."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, mark: str = "") -> None:
+        """`mark` ends the names of drafts: two writers of one name, each with its own, do not meet before the end."""
         self.path = path
         self.url = str(path)
+        self._mark = mark
 
     def names(self) -> list[str]:
         """Return the names of the directories there that are not drafts."""
@@ -98,6 +103,10 @@ class LocalPlace:
         for each in (self.path / name, self._draft(name)):
             shutil.rmtree(each, ignore_errors=True)
 
+    def abandon(self, name: str, last: str) -> None:
+        """Remove the draft; what has the name itself was whole from the beginning."""
+        shutil.rmtree(self._draft(name), ignore_errors=True)
+
     def read(self, name: str, file: str) -> bytes:
         """Return a whole file."""
         return (self.path / name / file).read_bytes()
@@ -131,7 +140,7 @@ class LocalPlace:
             return None
 
     def _draft(self, name: str) -> Path:
-        return self.path / f"{DRAFT}{name}"
+        return self.path / f"{DRAFT}{name}{self._mark}"
 
 
 class UriPlace:
@@ -180,6 +189,12 @@ class UriPlace:
                 self._fs.rm(path, recursive=True)
             except FileNotFoundError:
                 continue
+
+    def abandon(self, name: str, last: str) -> None:
+        """Remove what was uploaded; stores cannot say by whom, so nothing is touched once there is a last file."""
+        self._fs.invalidate_cache()
+        if not self._fs.exists(f"{self._root}/{name}/{last}"):
+            self.remove(name, last)
 
     def read(self, name: str, file: str) -> bytes:
         """Return a whole file."""

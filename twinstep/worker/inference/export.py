@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -15,7 +17,7 @@ from twinstep.spec.errors import ConflictError, NotFoundError, UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.worker.checkpoint.errors import DamagedError, ForeignError
 from twinstep.worker.checkpoint.manifest import MANIFEST, Manifest
-from twinstep.worker.checkpoint.place import Place, in_words, open_place
+from twinstep.worker.checkpoint.place import LocalPlace, Place, in_words, open_place
 from twinstep.worker.checkpoint.read import Reader
 from twinstep.worker.checkpoint.saver import NAME
 from twinstep.worker.checkpoint.write import write_whole
@@ -80,8 +82,7 @@ def export(source: str, out: str, *, step: int | None = None, int8: Ranges | Non
         UnavailableError: `out` cannot be written.
     """
     place, name = _split(out)
-    if name in place.names() or (place.url and _there(place, name)):
-        raise ConflictError(f"there is something at {out} already", remedy="give --out a name that is not taken")
+    _refuse_taken(place, name, out)
     reader, values = _newest(source, step)
     where = f"{source} ({reader.name})"
     if reader.manifest.about.get("kind") == KIND:
@@ -111,13 +112,7 @@ def export(source: str, out: str, *, step: int | None = None, int8: Ranges | Non
         files={},
         tensors={},
     )
-    try:
-        whole = write_whole(place, name, {path: value.contiguous() for path, value in tensors.items()}, manifest)
-    except Exception as error:  # a disk's OSError, or whatever the client of a store raises
-        place.remove(name, MANIFEST)
-        raise UnavailableError(
-            f"the export cannot be written to {out}: {in_words(error)}", remedy="give --out a place with room"
-        ) from error
+    whole = _written(place, name, tensors, manifest, out=out)
     size = sum(whole.files.values())
     return Exported(place=out, checkpoint=reader.name, step=whole.step, bytes=size, int8=int8, scores=scores)
 
@@ -156,6 +151,35 @@ def _split(where: str) -> tuple[Place, str]:
     if not parts.scheme:
         return open_place(str(path.parent)), path.name
     return open_place(text.removesuffix(f"/{path.name}")), path.name
+
+
+def _refuse_taken(place: Place, name: str, out: str) -> None:
+    if name in place.names() or (place.url and _there(place, name)):
+        raise ConflictError(f"there is something at {out} already", remedy="give --out a name that is not taken")
+
+
+def _written(place: Place, name: str, tensors: Mapping[str, Tensor], manifest: Manifest, *, out: str) -> Manifest:
+    """Write an export, whole or not at all, whatever ends it; one that another has written meanwhile stays.
+
+    Raises:
+        ConflictError: another was quicker.
+        UnavailableError: `out` cannot be written.
+    """
+    if isinstance(place, LocalPlace):
+        place = LocalPlace(place.path, mark=f"-{secrets.token_hex(4)}")
+    _refuse_taken(place, name, out)  # reading and measuring took their time
+    try:
+        return write_whole(place, name, {path: value.contiguous() for path, value in tensors.items()}, manifest)
+    except BaseException as error:  # Ctrl-C too, a disk's OSError, or whatever the client of a store raises
+        with contextlib.suppress(Exception):
+            place.abandon(name, MANIFEST)
+        if not isinstance(error, Exception):
+            raise
+        with contextlib.suppress(OSError):
+            _refuse_taken(place, name, out)
+        raise UnavailableError(
+            f"the export cannot be written to {out}: {in_words(error)}", remedy="give --out a place with room"
+        ) from error
 
 
 def _there(place: Place, name: str) -> bool:
