@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import event
 
+from twinstep.platform.store.ingest import clean
 from twinstep.platform.store.store import Store
 from twinstep.spec.errors import NotFoundError
 from twinstep.spec.job import JobSpec
@@ -115,6 +117,22 @@ def test_numbers_that_are_not_finite_are_stored_as_undefined(store: Store) -> No
     shown = store.run(run_id).progress
     assert shown is not None
     assert shown.examples_per_s is None
+
+
+@given(st.integers().map(lambda each: each * 10**400) | st.integers(-(2**65), 2**65))
+def test_whole_numbers_of_events_can_be_counted_with(whole: int) -> None:
+    found = clean({"time_s": {"compute": whole}, "steps": [whole, True]})
+    kept = whole if abs(whole) < 2**64 else None
+    assert found == {"time_s": {"compute": kept}, "steps": [kept, True]}
+    assert float(kept or 0) == float(json.loads(json.dumps(found))["steps"][0] or 0)
+
+
+def test_an_event_with_a_number_of_any_size_is_stored(store: Store) -> None:
+    run_id = starting(store)
+    event = EventRecord(seq=1, time=0, name="profiled", reason="", data={"first": 10**5000, "last": 7})
+    store.ingest(run_id, [event])
+    (kept,) = (each for each in store.events(store.run(run_id).job_id).items if each.name == "profiled")
+    assert kept.data == {"first": None, "last": 7}
 
 
 def test_a_step_told_twice_keeps_its_first_number(store: Store) -> None:

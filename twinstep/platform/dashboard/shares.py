@@ -10,6 +10,9 @@ from twinstep.platform.dashboard import words
 from twinstep.spec.report import PROFILE_PARTS, TIME_PARTS
 from twinstep.spec.words import DASH, duration, number
 
+MAX_STEP = 2**63 - 1  # as the store's column has it
+LONGEST_S = 1e12
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
@@ -31,7 +34,10 @@ class Shares:
 def _parts(found: Mapping[str, Any], names: Sequence[str]) -> tuple[tuple[str, float], ...]:
     """Return those of `names` that a worker gives a number of seconds for, which no database and no peer checks."""
     given = {name: found.get(name) for name in names}
-    return tuple((name, float(each)) for name, each in given.items() if isinstance(each, int | float) and each > 0)
+    # Bounded before it is made a float: whole numbers may be larger than any.
+    return tuple(
+        (name, float(each)) for name, each in given.items() if isinstance(each, int | float) and 0 < each <= LONGEST_S
+    )
 
 
 def goodput(account: Mapping[str, Any]) -> Shares:
@@ -48,7 +54,7 @@ def profile(data: Mapping[str, Any]) -> Shares:
     """Return what the steps of a trace spent their time on, of the event `profiled`."""
     seconds, first, last = data.get("time_s"), data.get("first"), data.get("last")
     parts = _parts(seconds if isinstance(seconds, Mapping) else {}, PROFILE_PARTS)
-    if not parts or not (isinstance(first, int) and isinstance(last, int) and last >= first):
+    if not parts or not (isinstance(first, int) and isinstance(last, int) and 0 <= first <= last <= MAX_STEP):
         return Shares()
     each = sum(took for _, took in parts) / (last - first + 1)
     facts = (("a step", duration(each)), ("trace", str(data.get("directory", ""))[:200]))

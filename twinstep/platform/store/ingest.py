@@ -21,6 +21,7 @@ from twinstep.spec.report import EventRecord, MetricRecord, ProgressRecord, Reco
 from twinstep.spec.states import RunState
 
 MAX_PARTS, MAX_PART = 32, 64  # of what time went to; characters of a name
+MAX_WHOLE = 2**64 - 1
 MAX_NAME = 200  # characters of a metric's name, as its column has it
 _ADD_POINTS = sqlite_insert(MetricRow).on_conflict_do_nothing()
 # One statement for a whole batch: PostgreSQL takes a row by itself ten times slower. Ids follow the order of the rows.
@@ -163,9 +164,11 @@ def _lost_event(job_id: str, run_id: str, now: float, gap: tuple[int, int]) -> d
 
 
 def clean(value: Any) -> Any:
-    """Return plain data with every number that JSON cannot hold as null, and no NUL characters in text."""
+    """Return plain data with every number that JSON, or 64 bits, cannot hold as null, and no NUL characters in text."""
     if isinstance(value, float):
         return _finite(value)
+    if isinstance(value, int):
+        return value if -MAX_WHOLE <= value <= MAX_WHOLE else None  # others cannot be counted with, or even shown
     if isinstance(value, str):
         return value.replace("\0", "")  # PostgreSQL stores none
     if isinstance(value, dict):
