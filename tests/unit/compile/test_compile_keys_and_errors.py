@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ from torch import Tensor, nn
 import twinstep
 from twinstep.spec.errors import CaptureError, CompileError, DataError
 from twinstep.worker.compile import CompileEvent, CompileKey, CompileWarning, StepCompiler
-from twinstep.worker.compile.key import reason
+from twinstep.worker.compile import key as key_module
+from twinstep.worker.compile.key import TRACED, reason, versions
+from twinstep.worker.compile.shipped import STACK
 from twinstep.worker.compile.stamp import Stamp
 from twinstep.worker.compile.standing import reach
+from twinstep.worker.compile.step_compiler import _STACK
 from twinstep.worker.compile.storm import StormWatch
 
 
@@ -119,6 +124,29 @@ def test_a_change_in_any_field_of_the_key_misses_and_has_a_reason() -> None:
         assert other.digest != key.digest
         assert reason(key, other) not in ("", "same key")
     assert reason(key, key) == "same key"
+
+
+def test_all_code_that_is_traced_into_a_program_is_in_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what JAX traces imports it, and only operators are registered: such a file must be one the digest reads."""
+    worker, traced = (
+        Path(twinstep.__file__).parent / "worker",
+        re.compile(r"^\s*(?:import|from) jax\b|custom_op\(", re.M),
+    )
+    files = [path for path in worker.rglob("*.py") if traced.search(path.read_text())]
+    assert len(files) > 20
+    assert [path for path in files if not any(path.is_relative_to(folder) for folder in TRACED)] == []
+    assert all(any(path.is_relative_to(folder) for path in files) for folder in TRACED)
+    whole = dict(versions(()))["twinstep compiler"]
+    for left_out in TRACED:
+        monkeypatch.setattr(key_module, "TRACED", tuple(each for each in TRACED if each != left_out))
+        key_module._own_source.cache_clear()
+        assert dict(versions(()))["twinstep compiler"] != whole, left_out
+    key_module._own_source.cache_clear()
+
+
+def test_packages_whose_kernels_are_in_a_program_are_in_its_key() -> None:
+    for stack in (STACK, _STACK["xla"]):
+        assert dict(versions(stack))["jax-tpu-embedding"] == importlib.metadata.version("jax-tpu-embedding")
 
 
 @pytest.mark.inductor

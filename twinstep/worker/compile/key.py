@@ -198,15 +198,19 @@ def _version(name: str) -> str:
         return "none"
 
 
+_WORKER = Path(__file__).parents[1]
+TRACED = tuple(_WORKER / each for each in ("compile", "ops", "embedding/ring", "embedding/sparsecore"))
+"""Folders whose code decides what a step becomes: the compiler's, the operators', and the engines' around the step."""
+
+
 @functools.cache
 def _own_source() -> str:
-    """Return a digest of the compiler's source, the operators' and the ring's: they decide what a step becomes."""
-    here = Path(__file__).parent
+    """Return a digest of the source in `TRACED`."""
     found = hashlib.sha256()
-    for folder in (here, here.parent / "ops", here.parent / "embedding" / "ring"):
+    for folder in TRACED:
         for path in sorted(folder.rglob("*")):
             if path.suffix in (".py", ".cpp", ".h"):
-                found.update(f"{path.relative_to(here.parent)}\0".encode() + path.read_bytes())
+                found.update(f"{path.relative_to(_WORKER)}\0".encode() + path.read_bytes())
     return found.hexdigest()[:16]
 
 

@@ -448,4 +448,8 @@ def _check_around(around: Around | None, backend: str) -> None:
 
 _GRADIENTS = "gradients"
 """The one part of an entry that says: the step wants slots for gradients, and there is no program without them."""
-_STACK = {"inductor": ("torch",), "xla": ("torch", "torchax", "jax", "jaxlib"), "eager": ("torch",)}
+_STACK = {
+    "inductor": ("torch",),
+    "xla": ("torch", "torchax", "jax", "jaxlib", "jax-tpu-embedding"),
+    "eager": ("torch",),
+}
