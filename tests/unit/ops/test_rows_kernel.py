@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -105,6 +106,46 @@ def test_other_dtypes_and_layouts_are_taken_too(dtype: torch.dtype) -> None:
     for held, given_values in ((table, values), (table.t().contiguous().t(), values.t().contiguous().t())):
         ours, want = both(lambda held=held, values=given_values: rows.write_rows(held, at, values))
         assert torch.equal(ours, want)
+
+
+IDS, VALUES, TABLE = torch.tensor([3, 1, 3]), torch.arange(6.0).reshape(3, 2), torch.zeros(5, 2)
+SLOTS = rows.unique_rows(IDS, 5)
+UNFIT = {
+    "ids as int32": lambda: rows.unique_rows(IDS.int(), 5),
+    "ids with gaps": lambda: rows.unique_rows(torch.tensor([3, 9, 1, 9, 3, 9])[::2], 5),
+    "ids of two dimensions": lambda: rows.unique_rows(IDS.reshape(1, 3), 5)[0],
+    "order as int32": lambda: rows.sum_rows(VALUES, SLOTS[1].int(), SLOTS[2]),
+    "offsets as int32": lambda: rows.sum_rows(VALUES, SLOTS[1], SLOTS[2].int()),
+    "both as int32": lambda: rows.sum_rows(VALUES, SLOTS[1].int(), SLOTS[2].int()),
+    "order with gaps": lambda: rows.sum_rows(VALUES, SLOTS[1].repeat_interleave(2)[::2], SLOTS[2]),
+    "too few offsets": lambda: rows.sum_rows(VALUES, SLOTS[1], SLOTS[2][:2].contiguous()),
+    "values of three dimensions": lambda: rows.sum_rows(VALUES[None], SLOTS[1], SLOTS[2]),
+    "rows as int32": lambda: rows.write_rows(TABLE, SLOTS[0].int(), VALUES),
+    "rows of two dimensions": lambda: rows.write_rows(TABLE, SLOTS[0].reshape(1, 3), VALUES),
+    "narrower values": lambda: rows.write_rows(TABLE, SLOTS[0], VALUES[:, :1]),
+    "wider values": lambda: rows.write_rows(TABLE, SLOTS[0], torch.ones(3, 7)),
+    "fewer values": lambda: rows.write_rows(TABLE, SLOTS[0], VALUES[:1]),
+    "values of another dtype": lambda: rows.write_rows(TABLE, SLOTS[0], VALUES.double()),
+}
+
+
+@pytest.mark.parametrize("given", UNFIT)
+def test_the_kernels_get_only_memory_that_is_as_they_read_it(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all else torch's own ops say what it is, or that it is wrong."""
+    for name in ("unique", "add_up", "write"):
+        monkeypatch.setattr(rows_kernel, name, lambda *_, name=name: pytest.fail(f"{name} reads this as memory"))
+    with contextlib.suppress(RuntimeError, IndexError, ValueError):
+        UNFIT[given]()
+
+
+@pytest.mark.parametrize("num_rows", [2**31 - 1, 2**31 - 2, 2**31 - 7])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_slots_left_over_of_the_longest_table_name_none_of_its_rows(num_rows: int, kernels: bool) -> None:
+    ids = jnp.array([num_rows - 1, 3, 3, -1, 3, 3, 3, 3, 3, 3], jnp.int32)
+    with xla_rows_cpu.on_one_cpu(kernels):
+        found = np.asarray(jax.jit(lambda at: xla_rows.unique_rows(at, num_rows))(ids)[0]).tolist()
+    assert found[:2] == [3, num_rows - 1]
+    assert all(row >= num_rows for row in found[2:])
 
 
 def test_without_a_compiler_torchs_own_ops_run(monkeypatch: pytest.MonkeyPatch) -> None:

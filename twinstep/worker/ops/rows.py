@@ -3,7 +3,8 @@
 Shapes are fixed, so that a compiled step holds them: `n` ids have `n` slots, whatever they repeat. The slots in use
 come first, their rows ascend; a slot that is left over holds a row past the table's end, where nothing is written.
 
-On a CPU `rows_kernel.py` runs them, elsewhere, and where it cannot be built, ATen; `compile/lower` has what XLA runs.
+On a CPU `rows_kernel.py` runs them; elsewhere, where it cannot be built, and for other dtypes, layouts or shapes than
+it is for, ATen, which checks what it is given. `compile/lower` has what XLA runs.
 Ids outside of the table get no slot.
 """
 
@@ -19,10 +20,16 @@ from torch import Tensor
 from twinstep.worker.ops import rows_kernel
 
 
-def _kernels(*tensors: Tensor) -> ctypes.CDLL | None:
-    """Return the CPU kernels if they take these tensors."""
-    plain = all(each.device.type == "cpu" and each.is_contiguous() for each in tensors)
-    return rows_kernel.library() if plain else None
+def _kernels(*tensors: Tensor, lists: tuple[Tensor, ...], fit: bool = True) -> ctypes.CDLL | None:
+    """Return the CPU kernels if they take these tensors: they get bare memory, and believe what they are told of it.
+
+    Args:
+        lists: [n] int64, or [n + 1]: ids, rows, order, offsets.
+        fit: whether their shapes go together.
+    """
+    plain = all(each.device.type == "cpu" and each.is_contiguous() for each in (*tensors, *lists))
+    listed = all(each.dtype is torch.int64 and each.dim() == 1 for each in lists)
+    return rows_kernel.library() if plain and listed and fit else None
 
 
 @torch.library.custom_op("twinstep::unique_rows", mutates_args=())
@@ -38,7 +45,7 @@ def unique_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         order: [n] int64; positions of the ids, those of one slot side by side, in the order they were given.
         offsets: [n + 1] int64; slot s has order[offsets[s]:offsets[s + 1]]; slots left over have none.
     """
-    if ids.dtype is torch.int64 and (found := _kernels(ids)) is not None:
+    if (found := _kernels(lists=(ids,), fit=num_rows >= 0)) is not None:
         return rows_kernel.unique(found, ids, num_rows)
     count = ids.shape[0]
     inside = (ids >= 0) & (ids < num_rows)
@@ -75,7 +82,9 @@ def sum_rows(values: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
         [n, D]; zeros in slots left over.
     """
     values = values.contiguous()
-    if values.dtype is torch.float32 and (found := _kernels(values, order, offsets)) is not None:
+    fit = values.dtype is torch.float32 and values.dim() == 2
+    fit = fit and (len(values), len(values) + 1) == (order.numel(), offsets.numel())
+    if (found := _kernels(values, lists=(order, offsets), fit=fit)) is not None:
         return rows_kernel.add_up(found, values, order, offsets)
     # A bag per slot: gathers and adds in one pass, in parallel over slots and in one order, hence repeatable.
     bags: Tensor = torch.ops.aten._embedding_bag_forward_only(values, order, offsets, False, 0, False, None, True, -1)[
@@ -99,7 +108,8 @@ def write_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
         values: [n, …], the whole new rows.
     """
     values = values.contiguous()
-    if table.dtype is values.dtype and (found := _kernels(table, rows)) is not None:
+    fit = table.dtype is values.dtype and table.dim() > 0 and values.shape == (rows.numel(), *table.shape[1:])
+    if (found := _kernels(table, values, lists=(rows,), fit=fit)) is not None:
         rows_kernel.write(found, table, rows, values)
         return
     if table.device.type == "cpu":

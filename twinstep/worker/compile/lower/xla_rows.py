@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from twinstep.worker.compile.lower import xla_rows_cpu
@@ -18,16 +19,17 @@ from twinstep.worker.compile.lower import xla_rows_cpu
 
 def unique_rows(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return rows [n], order [n] and offsets [n + 1], as the operator says."""
-    if xla_rows_cpu.takes(ids):
+    count, most = ids.shape[0], int(np.iinfo(ids.dtype).max)
+    if num_rows + count <= most and xla_rows_cpu.takes(ids):
         return xla_rows_cpu.unique_rows(ids, num_rows)
-    count = ids.shape[0]
     places = jnp.arange(count + 1, dtype=ids.dtype)
     inside = (ids >= 0) & (ids < num_rows)
     keys, order = lax.sort((jnp.where(inside, ids, num_rows), places[:count]), num_keys=1, is_stable=True)
     named = keys < num_rows
     first = named & jnp.concatenate([jnp.ones(1, bool), keys[1:] != keys[:-1]])
     slot = jnp.where(first, jnp.cumsum(first, dtype=ids.dtype) - 1, count + 1)
-    rows = (places[:count] + num_rows).at[slot].set(keys, mode="drop")
+    past = num_rows + jnp.minimum(places[:count], most - num_rows)  # a table as long as its ids reach has one such row
+    rows = past.at[slot].set(keys, mode="drop")
     offsets = jnp.full_like(places, jnp.sum(named, dtype=ids.dtype)).at[slot].set(places[:count], mode="drop")
     return rows, order, offsets
 
