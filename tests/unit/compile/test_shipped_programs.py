@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,11 @@ import torch
 from torch import nn
 
 from twinstep.worker.compile import CompileEvent, CompileWarning, StepCompiler
+from twinstep.worker.compile import store as store_module
 from twinstep.worker.compile.kept import Made
 from twinstep.worker.compile.key import CompileKey
-from twinstep.worker.compile.shipped import FOLDER, Shipped, slice_key
+from twinstep.worker.compile.shipped import ABOUT, FOLDER, Shipped, slice_key
+from twinstep.worker.compile.store import ProgramStore
 
 TARGET = "cpu:1"
 
@@ -148,6 +153,55 @@ def test_a_program_for_something_else_is_left_and_the_reason_told(
     assert here.train() == expected
     assert re.search(why, here.warnings[0].text), here.warnings[0].text
     assert [each.cache for each in here.events] == ["none"]
+
+
+OF_OTHER_VERSIONS = {
+    "a field more": lambda about: {**about, "key": {**about["key"], "later": 1}},
+    "a field less": lambda about: {**about, "key": {k: v for k, v in about["key"].items() if k != "around"}},
+    "versions as text": lambda about: {**about, "key": {**about["key"], "versions": "0.1"}},
+    "no key": lambda about: {"devices": about["devices"]},
+    "a key of another kind": lambda about: {**about, "key": "text"},
+    "a list": lambda about: [],
+}
+
+
+@pytest.mark.parametrize("said", OF_OTHER_VERSIONS)
+def test_an_entry_of_another_version_is_passed_over(said: str, tmp_path: Path) -> None:
+    shipped, key = Shipped(tmp_path, TARGET), slice_key(Here().compiler.key({"x": torch.zeros(6, 4)}), TARGET)
+    other = dataclasses.replace(key, devices=2)
+    about = json.dumps(OF_OTHER_VERSIONS[said]({"key": dataclasses.asdict(other), "devices": []})).encode()
+    shipped._store.put("of another version", {ABOUT: about})
+    assert shipped._nearest(key) in ("", "the one that is stored differs: devices 2 → 1")
+    shipped._store.put(other.text, {ABOUT: json.dumps({"key": dataclasses.asdict(other)}).encode()})
+    assert shipped._nearest(key) == "the one that is stored differs: devices 2 → 1"
+
+
+def test_what_an_entry_holds_beside_its_key_is_not_read_to_say_in_what_it_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, read = ProgramStore(tmp_path / FOLDER), 0
+    store.put("a key", {"first": b"1" * (1 << 20), ABOUT: b"about", "last": b"2" * (1 << 20)})
+    ((path, _, _),) = store.entries()
+    whole = store_module._open
+
+    class Counted:
+        def __init__(self, file: Any) -> None:
+            self.fileno, self.seek, self._file = file.fileno, file.seek, file
+
+        def read(self, size: int) -> bytes:
+            nonlocal read
+            read += size
+            return bytes(self._file.read(size))
+
+    @contextlib.contextmanager
+    def counting(path: Path) -> Iterator[Any]:
+        with whole(path) as file:
+            yield Counted(file)
+
+    monkeypatch.setattr(store_module, "_open", counting)
+    assert store.part(path, ABOUT) == b"about"
+    assert store.part(path, "none") is None
+    assert read < 2000
 
 
 def test_where_nothing_is_kept_nothing_is_said(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 An entry is one file of a `ProgramStore`: the executable, what a Runner needs beside it, the report, and what it was
 made for. It is taken only if every field of its CompileKey, the slice, the order of its devices and the versions of
-jax, jaxlib and libtpu are those of here; else the step is compiled, and the reason is told. What does not shape a
-TPU's program (threads, C++ compiler, processor of the host) is no part of that key.
+jax, jaxlib, libtpu and jax-tpu-embedding are those of here; else the step is compiled, and the reason is told. What
+does not shape a TPU's program (threads, C++ compiler, processor of the host) is no part of that key.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from twinstep.worker.compile.store import ProgramStore
 
 FOLDER = "ahead"
 """Below the directory of the compile cache."""
-STACK = ("torch", "torchax", "jax", "jaxlib", "libtpu")
+STACK = ("torch", "torchax", "jax", "jaxlib", "libtpu", "jax-tpu-embedding")
 OF_THE_HOST = ("C++", "processor")
 ON_META = " on meta"  # of a tensor whose program is compiled where its values are not
 ABOUT, REPORT = "about", "report"
@@ -92,10 +93,12 @@ class Shipped:
         parts = self._store.get(wanted.text)
         if parts is None:
             return Missed("its file is torn, or not this user's own" if was_there else self._nearest(wanted))
-        there, here = json.loads(parts[ABOUT])["devices"], described(lifted.backend.layout.devices())  # type: ignore[attr-defined]
-        if there != here:
-            return Missed(f"it is for {len(there)} devices from {there[0]} on, here are {len(here)} from {here[0]} on")
         try:
+            there, here = json.loads(parts[ABOUT])["devices"], described(lifted.backend.layout.devices())  # type: ignore[attr-defined]
+            if there != here:
+                return Missed(
+                    f"it is for {len(there)} devices from {there[0]} on, here are {len(here)} from {here[0]} on"
+                )
             found = unpack(parts, reached)
             if found is None:
                 return Missed("a tensor that the step closes over is not as it was")
@@ -114,14 +117,14 @@ class Shipped:
         """Say in what the stored program that is most like the wanted one differs from it."""
         best: tuple[int, str] | None = None
         for path, _, _ in self._store.entries():
-            parts = self._store.read(path)
-            if parts is None:
-                continue
-            there = _as_key(json.loads(parts[ABOUT])["key"])
-            differ = [field.name for field in dataclasses.fields(CompileKey)
-                      if getattr(there, field.name) != getattr(wanted, field.name)]  # fmt: skip
-            if differ and (best is None or len(differ) < best[0]):
-                best = len(differ), reason(there, wanted)
+            about = self._store.part(path, ABOUT)
+            # An entry of another version may say something else there, and a key with other fields.
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                there = _as_key(json.loads(about or b"{}")["key"])
+                differ = [field.name for field in dataclasses.fields(CompileKey)
+                          if getattr(there, field.name) != getattr(wanted, field.name)]  # fmt: skip
+                if differ and (best is None or len(differ) < best[0]):
+                    best = len(differ), reason(there, wanted)
         return "" if best is None else f"the one that is stored differs: {best[1]}"
 
 

@@ -82,14 +82,13 @@ class ProgramStore:
         """Return the file that the parts under `key` lie in, or would."""
         return self._path(key)
 
-    def read(self, path: Path) -> dict[str, bytes] | None:
-        """Return the parts of one of `entries`, whatever its key, or None: it cannot be trusted."""
+    def part(self, path: Path, name: str) -> bytes | None:
+        """Return one part of one of `entries`, whatever its key, the others unread; None: it cannot be trusted."""
         try:
-            content = read_file(path)
+            with _open(path) as file:
+                return _part(file, name)
         except OSError:
             return None
-        key = _key_of(content)
-        return None if key is None else unpack(content, key)
 
     def drop(self, key: str) -> None:
         """Forget what is stored under `key`."""
@@ -182,14 +181,6 @@ def unpack(content: bytes, key: str) -> dict[str, bytes] | None:
     return parts if place == len(content) else None
 
 
-def _key_of(content: bytes) -> str | None:
-    """Return the key that an entry names, which `unpack` has still to vouch for."""
-    try:
-        return str(json.loads(content[_HEAD : _HEAD + int.from_bytes(content[_HEAD - 8 : _HEAD], "big")])["key"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
 def read_header(path: Path) -> dict[str, Any] | None:
     """Return an entry's header, `{"key": …, "parts": [[name, bytes, SHA-256], …]}`, without reading its parts.
 
@@ -199,17 +190,32 @@ def read_header(path: Path) -> dict[str, Any] | None:
         OSError: it cannot be read, is a link, or is not the user's own.
     """
     with _open(path) as file:
-        head = file.read(_HEAD)
-        if len(head) < _HEAD or head[: len(MAGIC) + 2] != MAGIC + FORMAT.to_bytes(2, "big"):
-            return None
-        size, there = int.from_bytes(head[-8:], "big"), os.fstat(file.fileno()).st_size
-        if size > there:
-            return None
-        head += file.read(size)
-        if file.read(_SUM) != hashlib.sha256(head).digest():
-            return None
+        return _header(file)
+
+
+def _header(file: BinaryIO) -> dict[str, Any] | None:
+    """Return the header of a file that is read from its start, and leave it where the parts begin."""
+    head = file.read(_HEAD)
+    if len(head) < _HEAD or head[: len(MAGIC) + 2] != MAGIC + FORMAT.to_bytes(2, "big"):
+        return None
+    size, there = int.from_bytes(head[-8:], "big"), os.fstat(file.fileno()).st_size
+    if size > there:
+        return None
+    head += file.read(size)
+    if file.read(_SUM) != hashlib.sha256(head).digest():
+        return None
     header: dict[str, Any] = json.loads(head[_HEAD:])
     return header if len(head) + _SUM + sum(part for _, part, _ in header["parts"]) == there else None
+
+
+def _part(file: BinaryIO, wanted: str) -> bytes | None:
+    header = _header(file)
+    for name, size, its_sum in () if header is None else header["parts"]:
+        if name == wanted:
+            content = file.read(size)
+            return content if hashlib.sha256(content).hexdigest() == its_sum else None
+        file.seek(size, os.SEEK_CUR)
+    return None
 
 
 def file_name(key: str) -> str:
