@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 FAILURE = "twinstep/failure"
 """Key of the store under which the first process that fails leaves word."""
 LAST_WORD = datetime.timedelta(seconds=1)
-_LOST = ("closed by peer", "reset by peer", "Timed out waiting", "Timeout", "Broken pipe", "gloo", "NCCL", "TCPStore")
+_LOST = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+\]|\bProcessGroup(Gloo|NCCL)\b|\bNCCL error\b")
 
 
 class PeerLost(TrainError):
@@ -56,9 +57,11 @@ class Group(Together):
         """Meet the others; where a process group is there already, it is taken.
 
         Raises:
-            UnavailableError: they cannot be reached in time.
+            UnavailableError: they cannot be reached in time, or there is no GPU for this one.
         """
         ranks = self.ranks
+        if self.device.type == "cuda":
+            take_gpu(self.device)
         self._own = not distributed.is_initialized()
         try:
             if self._own:
@@ -92,7 +95,12 @@ class Group(Together):
         return begun
 
     def tell_failure(self, error: BaseException) -> None:
-        """Leave word of why this process fails, for those that will miss it; the first word stays."""
+        """Leave word of why this process fails, for those that will miss it; the first word stays.
+
+        One that ends because it was told to has not failed.
+        """
+        if isinstance(error, SystemExit):
+            return
         with contextlib.suppress(Exception):
             text = error.problem if isinstance(error, TwinstepError) else f"{type(error).__name__}: {error}"
             self._store.compare_set(FAILURE, "", f"process {self.ranks.rank} failed: {text}"[:500])
@@ -108,7 +116,7 @@ class Group(Together):
             yield
         except TwinstepError:
             raise
-        except (RuntimeError, OSError) as error:
+        except RuntimeError as error:
             if self.ranks.size == 1 or not _is_loss(error):
                 raise
             raise PeerLost(
@@ -131,8 +139,32 @@ class Group(Together):
                 distributed.destroy_process_group()
 
 
+def take_gpu(device: torch.device) -> None:
+    """Make a GPU this process's own.
+
+    Raises:
+        UnavailableError: the host has none, or fewer than processes.
+    """
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not there:
+        raise UnavailableError(
+            "accelerator.kind is gpu, and PyTorch finds no GPU on this host",
+            remedy="run on a host with one and a PyTorch built for CUDA, or use accelerator: {kind: cpu}",
+        )
+    number = device.index or 0
+    if number >= there:
+        raise UnavailableError(
+            f"LOCAL_RANK is {number}, and this host has {there} GPUs, numbered from 0",
+            remedy=f"start at most {there} processes on this host",
+        )
+    torch.cuda.set_device(device)
+
+
 def _is_loss(error: BaseException) -> bool:
-    return isinstance(error, distributed.DistError) or any(word in str(error) for word in _LOST)
+    """Say whether an error comes from an exchange; gloo's are plain RuntimeErrors, which begin with their file."""
+    return isinstance(error, distributed.DistError) or (
+        isinstance(error, RuntimeError) and bool(_LOST.search(f"{error}"))
+    )
 
 
 def _short(error: BaseException) -> str:

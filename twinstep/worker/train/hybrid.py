@@ -22,6 +22,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, distributed, nn
@@ -161,6 +162,11 @@ class Totals:
         return scale, dataclasses.replace(self._stats, **counts), rest[-1] > 0
 
 
+def seed_of(seed: int, *, rank: int, step: int) -> int:
+    """Return a process's own seed of what it draws from a step on; in 32 bits, all that torch's CPU generator takes."""
+    return int(np.random.SeedSequence([seed, rank, step]).generate_state(1)[0])
+
+
 class HybridStepper(Stepper):
     """Runs steps of HybridParallel.
 
@@ -177,6 +183,7 @@ class HybridStepper(Stepper):
         self.plans = self._state.plans
         self._live_is_current = True
         self._next: HybridBatch | None = None
+        self._fault: Exception | None = None
         self._source: Iterator[tuple[HybridBatch, BatchStats]] = iter(())
         self._draw_apart(0)
         super().__init__(self._compiler_of(parts))
@@ -185,7 +192,7 @@ class HybridStepper(Stepper):
         """Let each process draw masks of its own for its own rows; the first draws what one process would."""
         rank = self._group.ranks.rank
         if rank:
-            torch.manual_seed(self._spec.train.seed + (rank << 32) + (step << 16))
+            torch.manual_seed(seed_of(self._spec.train.seed, rank=rank, step=step))
 
     def _compiler_of(self, parts: Parts) -> StepCompiler:
         alone, eager = self._group.ranks.size == 1, parts.spec.compile.backend == "eager"
@@ -218,8 +225,11 @@ class HybridStepper(Stepper):
     def drawn(self, batches: Iterator[tuple[HybridBatch, BatchStats]]) -> Iterator[tuple[HybridBatch, BatchStats]]:
         """Give each batch once its ids are where they are looked up, with the counts of all processes' rows."""
         self.settle()
-        self._source, self._next = batches, None
+        self._source, self._next, self._fault = batches, None, None
         while True:
+            if self._fault is not None:
+                self.settle()
+                raise self._fault
             item, self._next = self._next or self._begin_next(), None
             if item is None:
                 return
@@ -233,6 +243,16 @@ class HybridStepper(Stepper):
         """Draw the next batch and begin to send its ids; the same batch on all processes, at the same moment."""
         item, _ = next(self._source, (None, None))
         return None if item is None else self._begin(item)
+
+    def _begin_ahead(self, now: HybridBatch) -> None:
+        """Begin with the next batch while `now` is stepped on; what goes wrong with it is raised when it is drawn."""
+        try:
+            item, _ = next(self._source, (None, None))
+        except Exception as error:
+            self._fault = error
+            # The others count on this process's part of the exchange, without which no step of theirs ends.
+            item = HybridBatch(now.batch, now.stats, now.ids)
+        self._next = None if item is None else self._begin(item)
 
     def _begin(self, item: HybridBatch) -> HybridBatch:
         stop = self._group.stop
@@ -258,8 +278,8 @@ class HybridStepper(Stepper):
             check_finite(item.batch)
         self._state.take_rates()
         looking = None if self._tables is None or item.sent is None else self._tables.look_up(item.sent)
-        if self._spec.embedding.overlap and self._group.several:
-            self._next = self._begin_next()
+        if self._spec.embedding.overlap and self._group.several and step + 1 < self._spec.train.steps:
+            self._begin_ahead(item)
         rows = None if looking is None else looking.arrived()
         if self._next is not None and self._next.sent is not None:
             self._next.sent.go_on()

@@ -39,7 +39,7 @@ from twinstep.worker.train.rewind import Interrupted, Rewind
 from twinstep.worker.train.saving import Saving, place_of, run_tensors
 from twinstep.worker.train.schedule import Schedule
 from twinstep.worker.train.scores import Scores, Window
-from twinstep.worker.train.shared import SharedSaving, loaded_as, make_loaders, shared_stop
+from twinstep.worker.train.shared import SharedSaving, in_evaluation, loaded_as, make_loaders, shared_stop
 from twinstep.worker.train.speed import Speed, told_of
 from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
 from twinstep.worker.train.versions import software_versions
@@ -433,7 +433,7 @@ class Trainer:
             self._eval_loader,
             self._dataset.schema,
             max_batches=self.spec.train.eval_batches,
-            stop=self._stop,
+            stop=in_evaluation(self._stop),
         )
         if scores is None:
             return None

@@ -88,10 +88,7 @@ def processes(spec: JobSpec) -> Together:
     if spec.embedding.engine != "torchrec":
         return Together(Process.from_environment())
     ranks = Ranks.from_environment()
-    device = torch.device("cpu")
-    if spec.accelerator.kind == "gpu":
-        device = torch.device("cuda", ranks.local)
-        torch.cuda.set_device(device)
+    device = torch.device("cuda", ranks.local) if spec.accelerator.kind == "gpu" else torch.device("cpu")
     return Group(ranks, device=device, seconds=spec.runtime.peer_seconds)
 
 

@@ -74,6 +74,32 @@ class AgreedStop(SharedStop):
     def asked(self, value: bool) -> None:
         self._agreed = value
 
+    def agree(self) -> bool:
+        """Ask all at once whether one was told to stop; from then on all know."""
+        self._agreed = self._agreed or self._together.any(self.wanted)
+        return self._agreed
+
+
+class EvaluationStop(StopSignal):
+    """An AgreedStop for an evaluation, whose batches tell nothing: asked by all at once, batch by batch."""
+
+    def __init__(self, stop: AgreedStop) -> None:
+        self._stop = stop
+
+    @property
+    def asked(self) -> bool:
+        """Whether any process was told to stop."""
+        return self._stop.agree()
+
+    @asked.setter
+    def asked(self, value: bool) -> None:
+        self._stop.asked = value
+
+
+def in_evaluation(stop: StopSignal) -> StopSignal:
+    """Return what an evaluation asks in the place of a loop's own."""
+    return EvaluationStop(stop) if isinstance(stop, AgreedStop) else stop
+
 
 class SharedSaving:
     """Process 0's checkpoints, with the others: all bring their state up to date, and take up what process 0 read."""
@@ -137,18 +163,25 @@ class SharedSaving:
     def save(self, step: int, about: dict[str, Any], *, scores: Mapping[str, float | None] | None = None) -> None:
         """Save the state after `step`."""
         self._stepper.pull()
-        if self._saving is not None:
-            self._saving.key = self.key
-            self._saving.save(step, about, scores=scores)
+
+        def save() -> None:
+            if self._saving is not None:
+                self._saving.key = self.key
+                self._saving.save(step, about, scores=scores)
+
+        self._do(save)
 
     def save_last(self, step: int, about: dict[str, Any], *, within: float) -> bool:
         """Save the state after `step` where it is not saved yet, and wait until it is written."""
         self._stepper.pull()
-        done = True
-        if self._saving is not None:
+
+        def save() -> bool:
+            if self._saving is None:
+                return True
             self._saving.key = self.key
-            done = self._saving.save_last(step, about, within=within)
-        return self._together.of_first(done)
+            return self._saving.save_last(step, about, within=within)
+
+        return self._together.of_first(self._do(save))
 
     def look(self) -> None:
         """Report what happened beside the run."""
