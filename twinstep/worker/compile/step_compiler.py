@@ -25,6 +25,7 @@ from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.around import Around, KeyPart
 from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
+from twinstep.worker.compile.generators import set_torch_random_state, torch_random_state
 from twinstep.worker.compile.inputs import check_backend, check_devices, check_finite, device_of
 from twinstep.worker.compile.inspection import Capture, Look
 from twinstep.worker.compile.kept import Kept, Made, pack, unpack
@@ -352,12 +353,17 @@ class StepCompiler:
             self._lifted.backend.push()
 
     def random_state(self) -> Tensor:
-        """Return where random numbers (dropout) stand, for a checkpoint: torch's generator, or XLA's key."""
-        return torch.get_rng_state() if self._lifted is None else self._lifted.backend.random_state()
+        """Return where random numbers (dropout) stand, for a checkpoint: torch's generators, or XLA's key."""
+        if self._lifted is not None:
+            return self._lifted.backend.random_state()
+        return torch_random_state(device_of([*self._model.parameters()]))
 
     def set_random_state(self, state: Tensor) -> None:
         """Go on from what `random_state` gave, of the same backend."""
-        torch.set_rng_state(state) if self._lifted is None else self._lifted.backend.set_random_state(state)
+        if self._lifted is not None:
+            self._lifted.backend.set_random_state(state)
+        else:
+            set_torch_random_state(state, device_of([*self._model.parameters()]))
 
     def _lift_again_where_outdated(self) -> Lifted:
         """Return the lifted state, found anew after a parameter was frozen or a parameter group added.

@@ -30,6 +30,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.accumulation import Left
 from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.generators import set_torch_random_state, torch_random_state
 from twinstep.worker.compile.inputs import device_of
 from twinstep.worker.compile.lookups import written_too_soon
 from twinstep.worker.compile.lower import bags
@@ -144,12 +145,12 @@ class InductorBackend:
             self._state.gradients.leave(left)
 
     def random_state(self) -> Tensor:
-        """Return the state of torch's own generator: programs draw from it."""
-        return torch.get_rng_state()
+        """Return the state of torch's own generators: programs draw from them."""
+        return torch_random_state(device_of(self._state.live()))
 
     def set_random_state(self, state: Tensor) -> None:
-        """Set the state of torch's own generator."""
-        torch.set_rng_state(state)
+        """Set the state of torch's own generators."""
+        set_torch_random_state(state, device_of(self._state.live()))
 
     def go_on_from(self, before: InductorBackend) -> None:
         """Do nothing: the live tensors are the state, and random numbers are torch's own."""
