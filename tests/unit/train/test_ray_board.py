@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +20,7 @@ from hypothesis import strategies as st
 from twinstep.spec.errors import SpecError, UnavailableError
 from twinstep.worker.train.ranks import Ranks
 from twinstep.worker.train.ray_board import LEFT, Board, Ended, outcome
-from twinstep.worker.train.ray_job import PROCESSES, SPEC, Asked, main
+from twinstep.worker.train.ray_job import PROCESSES, SPEC, Asked, _draining, main
 from twinstep.worker.train.ray_rank import REPORTING, rank_environment
 
 GPU = """
@@ -109,3 +118,72 @@ def test_what_the_user_has_to_mend_has_its_own_exit_code(
     assert "no_such_field" in capsys.readouterr().err
     monkeypatch.delenv(SPEC)
     assert main() == 1
+
+
+class Remote:
+    """Stands for an actor's method."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+
+@pytest.mark.parametrize(
+    ("going", "stops"), [([], False), (["other"], False), (["other", "second"], True), (["head"], True)]
+)
+def test_a_node_that_is_to_go_stops_the_run_only_if_it_is_one_of_the_runs(
+    going: list[str], stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray")
+    board = Board()
+    for rank, node in enumerate(("first", "second", "second")):
+        board.stand(rank, node)
+    monkeypatch.setattr("ray._private.state.state.get_draining_nodes", lambda: dict.fromkeys(going, 0))
+    monkeypatch.setattr(ray, "get", lambda value: value)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "head"))
+    assert _draining(SimpleNamespace(nodes=Remote(board.nodes))) is stops
+
+
+def test_a_ray_that_does_not_say_which_nodes_are_to_go_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("ray")
+
+    def gone() -> None:
+        raise AttributeError("no such thing in this version")
+
+    monkeypatch.setattr("ray._private.state.state.get_draining_nodes", gone)
+    for _ in range(3):
+        assert _draining(None) is False
+    assert [each.message for each in caplog.records].count(
+        "whether a node is to go cannot be seen: AttributeError: no such thing in this version"
+    ) == 1
+
+
+WORKER = """
+import sys
+from twinstep.worker.train import ray_rank
+sys.executable = sys.argv[1]
+child = ray_rank._start("a spec", {})
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_rank_ends_with_its_worker_when_ray_kills_that(tmp_path: Path) -> None:
+    rank = tmp_path / "rank"
+    rank.write_text("#!/bin/sh\nexec sleep 900\n")
+    rank.chmod(0o700)
+    command = [sys.executable, "-c", WORKER, str(rank)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as worker:
+        try:
+            assert worker.stdout is not None
+            handle = os.pidfd_open(int(worker.stdout.readline()))
+            worker.kill()
+            poll = select.poll()
+            poll.register(handle, select.POLLIN)
+            ended = poll.poll(300e3)
+            os.close(handle)
+            assert ended, "a rank outlived its worker"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)

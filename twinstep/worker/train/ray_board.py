@@ -38,6 +38,15 @@ class Board:
     def __init__(self) -> None:
         self._ends: list[Ended] = []
         self._stop = False
+        self._nodes: dict[int, str] = {}
+
+    def stand(self, rank: int, node: str) -> None:
+        """Write down by id the node that a rank runs on."""
+        self._nodes[rank] = node
+
+    def nodes(self) -> set[str]:
+        """Return the ids of the nodes that ranks run on."""
+        return set(self._nodes.values())
 
     def ask(self) -> None:
         """Let all ranks stop, as SIGTERM does."""

@@ -8,6 +8,8 @@ of `twinstep train`: 0; 75 after SIGTERM or a drained node, state saved; the fir
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import signal
 import sys
@@ -25,6 +27,8 @@ from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import parse_spec
 from twinstep.spec.words import EXIT_FAILED, EXIT_SPEC
 from twinstep.worker.train.ray_board import Board, outcome
+
+LOG = logging.getLogger(__name__)
 
 SPEC, PROCESSES = "TWINSTEP_SPEC", "TWINSTEP_PROCESSES"
 START_SECONDS = 600  # that a worker group has to start: images are pulled by then, but torch comes off a slow disk
@@ -154,7 +158,7 @@ def _fit(trainer: Any, board: Any, stop: threading.Event) -> None:
             continue
         if time.monotonic() - looked > LOOK_AT_NODES:
             looked = time.monotonic()
-            if _draining():
+            if _draining(board):
                 stop.set()
         if stop.is_set():
             asked = True
@@ -163,14 +167,29 @@ def _fit(trainer: Any, board: Any, stop: threading.Event) -> None:
         raise raised[0]
 
 
-def _draining() -> bool:
-    """Return whether a node of this job's cluster is to go: its pod was told to, and Ray gives it time.
+def _draining(board: Any) -> bool:
+    """Return whether a node of a rank, or this one, is to go: its pod was told to, and Ray gives it time.
 
-    Ray Train's own `get_preemption_info` is a collective call, for loops whose ranks are in step.
+    Ray Train's own `get_preemption_info` is a collective call, for loops whose ranks are in step. Where Ray does not
+    answer, a run does not end for it: its pods are told by SIGTERM as well.
     """
-    from ray._private.state import state
+    import ray
 
-    return bool(state.get_draining_nodes())
+    try:
+        from ray._private.state import state
+
+        going = set(state.get_draining_nodes())
+        return bool(going) and not going.isdisjoint(
+            {ray.get_runtime_context().get_node_id(), *ray.get(board.nodes.remote())}
+        )
+    except Exception as error:  # a private door of Ray's, which may be another one in the next version
+        _say_once(f"whether a node is to go cannot be seen: {type(error).__name__}: {error}")
+        return False
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    LOG.warning("%s", text)
 
 
 def main() -> int:

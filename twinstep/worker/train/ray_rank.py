@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
+from twinstep.worker.train.launch import _end_with_parent
 from twinstep.worker.train.ranks import Ranks
 from twinstep.worker.train.ray_board import Ended
 
@@ -61,6 +62,7 @@ def run_rank(config: dict[str, Any]) -> None:
     )
     rank, processors = ranks.rank, len(os.sched_getaffinity(0))
     environment = rank_environment(os.environ, ranks, processors=processors)
+    board.stand.remote(rank, ray.get_runtime_context().get_node_id())
     child = _start(config["spec"], environment)
     tail: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
     readers = [_reader(child.stdout, sys.stdout, None, shown=rank == 0), _reader(child.stderr, sys.stderr, tail)]
@@ -89,6 +91,7 @@ def _start(spec: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
         text=True,
         encoding="utf-8",
         errors="replace",
+        preexec_fn=_end_with_parent,  # Ray kills its workers, which then could not end their ranks
     )
     assert child.stdin is not None  # noqa: S101
     try:
