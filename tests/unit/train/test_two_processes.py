@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 
 from twinstep.spec.errors import UnavailableError
-from twinstep.worker.train.processes import NAMES, Process
+from twinstep.spec.parse import validate_spec
+from twinstep.worker.train import run as run_module
+from twinstep.worker.train.processes import NAMES, Process, Together
+from twinstep.worker.train.report import NoReporter
+from twinstep.worker.train.stop import StopSignal
 
 DLRM = {
     "kind": "dlrm",
@@ -145,3 +149,87 @@ def test_a_process_knows_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("TWINSTEP_HOST", wrong)
         with pytest.raises(UnavailableError, match="names no process"):
             Process.from_environment()
+
+
+PART = """
+import sys
+from twinstep.worker.train.processes import Process, Together
+rank, port = int(sys.argv[1]), sys.argv[2]
+together = Together(Process(rank=rank, count=2, coordinator=f"127.0.0.1:{port}"))
+together.join()
+try:
+    together.gather(rank)
+    if rank == int(sys.argv[3]):
+        raise ValueError("this one fails")
+    together.gather(rank)
+except Exception as error:
+    together.tell_failure(error)
+    sys.exit(7 if isinstance(error, ValueError) else 9)
+finally:
+    together.leave()
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_that_fails_ends_with_its_own_code_and_takes_the_other_along(failing: int) -> None:
+    port = free_port()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "JAX_PLATFORMS": "cpu"}
+    running = [
+        subprocess.Popen([sys.executable, "-c", PART, str(rank), str(port), str(failing)], env=environment)
+        for rank in range(2)
+    ]
+    try:
+        # JAX alone would wait for the other process, which waits for this one, for 300 s.
+        codes = [each.wait(timeout=280) for each in running]
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
+    assert codes[failing] == 7
+    assert codes[1 - failing] != 0
+
+
+def test_what_goes_wrong_in_parting_does_not_hide_how_a_run_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks() -> None:
+        raise RuntimeError("a barrier failed")
+
+    called: list[str] = []
+    monkeypatch.setattr("torch.distributed.is_initialized", breaks)
+    monkeypatch.setattr("twinstep.worker.compile.processes.leave", breaks)
+    monkeypatch.setattr("twinstep.worker.compile.processes.abandon", lambda: called.append("abandon"))
+    together = Together(Process(rank=0, count=2, coordinator="h:1"))
+    together.leave()
+    assert caplog.text.count("a barrier failed") == 2
+    together.tell_failure(SystemExit(75))
+    together.leave()
+    assert not called
+    together.tell_failure(ValueError())
+    together.leave()
+    assert called == ["abandon"]
+
+
+def test_a_run_that_cannot_part_has_reported_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(Together):
+        def join(self) -> None:
+            raise UnavailableError("nobody came", remedy="wait")
+
+        def leave(self) -> None:
+            raise OSError("nor can it leave")
+
+    class Heard(NoReporter):
+        def close(self) -> None:
+            said.append("closed")
+            raise OSError("nor can it report")
+
+    said: list[str] = []
+    monkeypatch.setattr(run_module, "processes", lambda _: Lost(Process()))
+    monkeypatch.setattr(run_module, "make_reporter", lambda _: Heard())
+    monkeypatch.setattr(run_module, "flush_output", lambda: said.append("flushed"))
+    monkeypatch.setattr(StopSignal, "listen", lambda _: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    with pytest.raises(OSError, match="nor can it"):
+        run_module.run(validate_spec({"name": "t"}), console=None)
+    assert said == ["closed", "flushed"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 from twinstep.spec.errors import UnavailableError
 
 
@@ -39,3 +41,16 @@ def leave() -> None:
     import jax
 
     jax.distributed.shutdown()  # type: ignore[no-untyped-call]
+
+
+def abandon() -> None:
+    """Leave without waiting for the others, now or at exit: after a failure they may never come.
+
+    JAX's own shutdown waits for all of them, five minutes by default, and where one does not come it ends this process
+    by SIGABRT, whose exit code then hides why it failed. It runs at exit as well, and when its client is collected.
+    """
+    from jax._src.distributed import global_state
+
+    for held in (global_state.client, global_state.service):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # never collected
+    global_state.client = global_state.service = None

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from twinstep.spec.errors import UnavailableError
+
+LOG = logging.getLogger(__name__)
 
 NAMES = ("TWINSTEP_SLICES", "TWINSTEP_HOSTS_PER_SLICE", "TWINSTEP_SLICE", "TWINSTEP_HOST", "TWINSTEP_COORDINATOR")
 PATIENCE = datetime.timedelta(minutes=30)  # for a process that compiles, or whose image is still pulled
@@ -69,6 +72,7 @@ class Together:
 
     def __init__(self, process: Process) -> None:
         self.process = process
+        self._failed = False
 
     @property
     def several(self) -> bool:
@@ -115,18 +119,26 @@ class Together:
 
     def tell_failure(self, error: BaseException) -> None:
         """Leave word of why this process fails, for those that will miss it."""
+        self._failed = not isinstance(error, SystemExit)  # told to stop, all leave together
 
     def leave(self) -> None:
-        """Part from the others."""
+        """Part from the others, which a process that failed does not wait for; what goes wrong here is only logged."""
         if not self.several:
             return
         from torch import distributed
 
-        from twinstep.worker.compile.processes import leave
+        from twinstep.worker.compile.processes import abandon, leave
 
-        leave()
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        def close_sockets() -> None:
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+
+        # The sockets first: that they close is how the others learn of a failure.
+        for part in (close_sockets, abandon if self._failed else leave):
+            try:
+                part()
+            except Exception as error:  # whatever either library raises: how the run ended is what counts
+                LOG.warning("this process does not part from the others in order: %s", error)
 
     def gather(self, value: Value) -> list[Value]:
         """Return the value of each process."""

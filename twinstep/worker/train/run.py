@@ -78,9 +78,13 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
         _report_end(reporter, error, steps)
         raise
     finally:
-        together.leave()
-        reporter.close()
-        flush_output()
+        try:
+            together.leave()
+        finally:
+            try:
+                reporter.close()
+            finally:
+                flush_output()
 
 
 def processes(spec: JobSpec) -> Together:
