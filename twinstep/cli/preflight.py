@@ -114,8 +114,9 @@ def plan(
 def _read_stats(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        wrong = "they are nested too deeply" if isinstance(error, RecursionError) else "they are no JSON"
         raise UnavailableError(
-            f"the statistics in {path} cannot be read: {getattr(error, 'strerror', None) or 'they are no JSON'}",
+            f"the statistics in {path} cannot be read: {getattr(error, 'strerror', None) or wrong}",
             remedy="twinstep tables SPEC --json > seen.json",
         ) from None

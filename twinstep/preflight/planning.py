@@ -61,15 +61,20 @@ def table_uses(spec: JobSpec, seen: Mapping[str, Any] | None = None) -> list[Tab
     """Return what a step of a spec asks of each of its tables.
 
     Raises:
-        SpecError: `seen` is no report of `twinstep tables`.
+        SpecError: `seen` is no report of `twinstep tables`, or of tables that the spec has not.
     """
     found = modelled(spec)
     ids, quiet, asked = batch_ids(spec, found.shape), is_quiet(spec), spec.optimizers.sparse
     width = spec.model.embedding_dim
     slots = 1 / width if asked.kind == "rowwise_adagrad" else float(slots_of(asked)[0])
     zipf = {table.name: zipf_of(spec) for table in found.shape.tables}
-    for name, exponent in ({} if seen is None else _fitted(seen)).items():
-        zipf[name] = exponent
+    fitted = {} if seen is None else _fitted(seen)
+    if unknown := sorted(fitted.keys() - zipf.keys()):
+        raise SpecError(
+            f"the statistics are of tables that the spec has not: {', '.join(unknown[:5])}",
+            remedy=f"twinstep tables SPEC --json > seen.json, of this spec; its tables: {', '.join(sorted(zipf)[:20])}",
+        )
+    zipf |= fitted
     return [
         TableUse(
             name=table.name, rows=table.rows, width=width, ids=ids[table.name], slots=slots, quiet=quiet,
@@ -92,7 +97,7 @@ def _fitted(seen: Mapping[str, Any]) -> dict[str, float]:
             )
             for each in rows
         }
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # the last: Infinity, 1e999
         raise SpecError(
             "the statistics are not a report of `twinstep tables --json`",
             remedy="twinstep tables SPEC --json > seen.json; twinstep plan SPEC --stats seen.json",

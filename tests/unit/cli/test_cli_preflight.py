@@ -56,6 +56,14 @@ def test_a_plan_explains_each_table(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_statistics_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", spec(tmp_path), "--stats", str(tmp_path / "none.json")]) == 2
     assert "none.json cannot be read" in capsys.readouterr().err
+    for content in ("[" * 100_000, '{"tables": ', "\\"):
+        (tmp_path / "seen.json").write_text(content)
+        assert run(["plan", spec(tmp_path), "--stats", str(tmp_path / "seen.json")]) == 2
+        assert "seen.json cannot be read" in capsys.readouterr().err
+    for content in ('{"tables": {"batches": 1e999, "tables": []}}', '{"tables": {"batches": Infinity, "tables": []}}'):
+        (tmp_path / "seen.json").write_text(content)
+        assert run(["plan", spec(tmp_path), "--stats", str(tmp_path / "seen.json")]) == 2
+        assert "not a report of `twinstep tables --json`" in capsys.readouterr().err
 
 
 def test_a_host_is_looked_at_without_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

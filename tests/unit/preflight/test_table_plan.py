@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -152,6 +153,25 @@ def test_statistics_of_batches_take_the_place_of_a_guess() -> None:
 def test_statistics_that_are_none_are_refused(seen: Any) -> None:
     with pytest.raises(SpecError, match="twinstep tables"):
         plan_spec(JobSpec.model_validate(SPEC), seen=seen)
+
+
+@pytest.mark.parametrize("name", ["batches", "rows", "ids_per_batch", "unique_ids"])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 10**400, None, [], "many"])
+def test_statistics_with_numbers_that_count_nothing_are_refused_or_of_use(name: str, value: Any) -> None:
+    row = {"table": "item_id", "rows": 1000, "ids_per_batch": 200, "unique_ids": 20}
+    report = {"batches": 4, "tables": [row]}
+    (report if name == "batches" else row)[name] = value
+    with contextlib.suppress(SpecError):
+        found = plan_spec(JobSpec.model_validate(SPEC), seen={"tables": report})
+        assert isinstance(value, int)
+        assert all(math.isfinite(each.table.zipf) for each in found.choices)
+
+
+def test_statistics_of_other_tables_are_refused() -> None:
+    rows = [{"table": name, "rows": 9, "ids_per_batch": 3, "unique_ids": 2} for name in ("item_id", "itme_id")]
+    with pytest.raises(SpecError, match="tables that the spec has not: itme_id") as told:
+        plan_spec(JobSpec.model_validate(SPEC), seen={"tables": {"batches": 4, "tables": rows}})
+    assert "item_id" in told.value.remedy
 
 
 def test_tables_of_a_host_are_not_planned() -> None:
