@@ -409,11 +409,43 @@ def test_a_run_that_waits_for_a_slot_too_long_fails_and_the_others_wait_on(
     plane.reconciler.run_once()
     plane.reconciler.run_once()
     assert {plane.store.run(job.run_id).state for job in (short, long)} == {RunState.QUEUED}
-    now = reconcile.time.time
-    monkeypatch.setattr(reconcile.time, "time", lambda: now() + 61)
+    now = reconcile.time.monotonic
+    monkeypatch.setattr(reconcile.time, "monotonic", lambda: now() + 61)
     plane.reconciler.run_once()
     run = plane.store.run(short.run_id)
     assert (run.state, run.waiting_since) == (RunState.FAILED, None)
     assert "runtime.max_wait_seconds is 60" in run.reason
     assert plane.store.run(long.run_id).state is RunState.QUEUED
     assert plane.starts(short.run_id) == 0
+
+
+@pytest.mark.parametrize("jump", [90_000, -90_000])
+@pytest.mark.parametrize("off", [False, True])
+def test_a_clock_that_is_set_and_a_control_plane_that_was_off_end_no_wait(
+    planes, monkeypatch: pytest.MonkeyPatch, jump: float, off: bool
+) -> None:
+    plane = planes(parallel=0)
+    job = plane.store.create_job(JobSpec.model_validate({"name": "long", "runtime": {"max_wait_seconds": 3600}}))
+    plane.reconciler.run_once()
+    plane.reconciler.run_once()
+    now, steady = reconcile.time.time, reconcile.time.monotonic
+    monkeypatch.setattr(reconcile.time, "time", lambda: now() + jump)
+    if off:
+        monkeypatch.setattr(reconcile.time, "monotonic", lambda: steady() + 90_000)
+        plane = planes(parallel=0)
+    plane.reconciler.run_once()
+    assert plane.store.run(job.run_id).state is RunState.QUEUED
+    monkeypatch.setattr(reconcile.time, "monotonic", lambda: steady() + 90_000 + 3601)
+    plane.reconciler.run_once()
+    assert plane.store.run(job.run_id).state is RunState.FAILED, "the time that has passed is counted still"
+
+
+def test_a_run_that_can_start_is_not_too_late(planes, wait, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = planes(parallel=0)
+    job = plane.store.create_job(JobSpec.model_validate({"name": "reports-1", "runtime": {"max_wait_seconds": 60}}))
+    plane.reconciler.run_once()
+    now = reconcile.time.monotonic
+    monkeypatch.setattr(reconcile.time, "monotonic", lambda: now() + 61)
+    plane.reconciler._slots = 1
+    plane.passes_until(job.run_id, RunState.STARTING, *FINAL, wait=wait)
+    assert plane.store.run(job.run_id).state is not RunState.FAILED

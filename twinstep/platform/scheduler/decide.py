@@ -56,7 +56,7 @@ class Wanted:
     cancel_requested_at: float | None = None
     slot_free: bool = False
     waited_seconds: float = 0.0
-    """Since it is pending or queued."""
+    """Since it is pending or queued, as far as somebody was there to start it."""
     max_wait_seconds: float | None = None
     ahead: int = 0
     """Runs that come first: those that hold a slot, and those that were submitted earlier."""
@@ -116,8 +116,9 @@ def decide(wanted: Wanted, sight: Sight) -> Action:
 def _before_start(wanted: Wanted) -> Action:
     if wanted.cancel_requested_at is not None:
         return _finish(RunState.CANCELLED, "cancelled before it started")
-    if wanted.max_wait_seconds is not None and wanted.waited_seconds > wanted.max_wait_seconds:
-        return _finish(RunState.FAILED, wait_limit(wanted.max_wait_seconds))
+    limit = wanted.max_wait_seconds
+    if limit is not None and wanted.waited_seconds > limit and not wanted.slot_free:  # else it can start, and does
+        return _finish(RunState.FAILED, wait_limit(limit))
     waits = waits_for(wanted.ahead) if not wanted.slot_free else "is next to start"
     if wanted.state is RunState.PENDING:
         return Action(do=Do.ENQUEUE, reason=waits)

@@ -49,13 +49,17 @@ class Reconciler(Passes):
         """Per live run; lost at a restart, after which a spool is read from its beginning once more."""
         self._limits: dict[str, float | None] = {}
         """Of the wait of each run that waits."""
+        self._waits_since: dict[str, float] = {}
+        """Since when this process has seen each of them wait, of a clock that nobody sets: neither that nor a time
+        without a control plane, in which nothing could start, ends a wait."""
 
     def run_once(self) -> None:
         """Look at every run that is not final, and do the one thing each needs."""
         everybodys = self._store.live_runs(backend="local")
         runs = [run for run in everybodys if self._ours(run)]
-        held, now = sum(run.state in ACTIVE for run in runs), time.time()
+        held, now = sum(run.state in ACTIVE for run in runs), time.monotonic()
         waiting = {run.id for run in runs if run.state not in ACTIVE}
+        self._waits_since = {run_id: self._waits_since.get(run_id, now) for run_id in waiting}
         self._limits = {run_id: limit for run_id, limit in self._limits.items() if run_id in waiting}
         # Of all control planes: each says the same of a run that waits for any of them.
         ahead, told = sum(run.state in ACTIVE for run in everybodys), []
@@ -70,7 +74,7 @@ class Reconciler(Passes):
                     slot_free = held < self._slots and run.job_id not in holders
                     wanted = replace(
                         _wanted(run, slot_free=slot_free, ahead=ahead),
-                        waited_seconds=max(0.0, now - (run.waiting_since or now)),
+                        waited_seconds=now - self._waits_since[run.id],
                         max_wait_seconds=self._wait_limit(run),
                     )
                     action = decide(wanted, _UNSEEN)
