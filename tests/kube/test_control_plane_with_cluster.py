@@ -51,7 +51,9 @@ def plane(tmp_path: Path, server: FakeServer) -> Iterator[ControlPlane]:
 
 
 def submit(plane: ControlPlane, accelerator: dict[str, Any] = TPU, **more: Any) -> str:
-    spec = {"name": "two", "accelerator": accelerator, "kubernetes": {"image": IMAGE}, **more}
+    engine = "torchrec" if accelerator["kind"] == "gpu" else "dense"
+    spec = {"name": "two", "accelerator": accelerator, "kubernetes": {"image": IMAGE}, "embedding": {"engine": engine},
+            **more}  # fmt: skip
     return plane.service.submit_job(validate_spec(spec)).id
 
 

@@ -116,9 +116,9 @@ class Live:
 
     def submit(self, accelerator: dict[str, Any], *, name: str = "a-job", **more: Any) -> dict[str, Any]:
         kubernetes = {"namespace": self.place.namespace, "image": IMAGE, **more.pop("kubernetes", {})}
-        answer = self.http.post(
-            "/v1/jobs", json={"name": name, "accelerator": accelerator, "kubernetes": kubernetes, **more}
-        )
+        engine = "torchrec" if accelerator["kind"] == "gpu" else "dense"
+        body = {"name": name, "accelerator": accelerator, "embedding": {"engine": engine}, "kubernetes": kubernetes}
+        answer = self.http.post("/v1/jobs", json={**body, **more})
         assert answer.status_code == 201, answer.text
         return dict(answer.json())
 

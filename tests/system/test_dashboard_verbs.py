@@ -37,7 +37,8 @@ def clustered(tmp_path_factory: pytest.TempPathFactory, make_plane: Any) -> Iter
 
 def opened(plane: Any, page: Page, name: str, accelerator: dict[str, Any], *states: str) -> dict[str, Any]:
     """Submit a job, let it come to a state, and open its page."""
-    job = plane.submit(name, accelerator=accelerator, kubernetes={"image": IMAGE})
+    engine = "torchrec" if accelerator["kind"] == "gpu" else "dense"
+    job = plane.submit(name, accelerator=accelerator, kubernetes={"image": IMAGE}, embedding={"engine": engine})
     plane.when(job["id"], *states or ("running",))
     page.goto(f"{plane.url}/jobs/{job['id']}")
     expect(page.locator(".tw-chip").first).to_have_text(states[0] if states else "running")

@@ -7,6 +7,9 @@ training, a wider format few, a smaller batch or table what is trained.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from time import thread_time
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -21,16 +24,53 @@ from twinstep.spec.topology import GPUS, chips_of, host_sizes, topologies
 Tried = Callable[[JobSpec], int | None]
 """Returns the bytes of a device where a spec fits, None where it does not."""
 Fields = dict[str, Any]
-DEFAULT_STRATEGIES = ("sparse_embedding", "fused_attention", "fused_update", "fold_layers")
-"""What `compile.strategies: null` asks for; held by test to the compiler's own."""
 
 
-def changes_for(spec: JobSpec, tried: Tried) -> tuple[Change, ...]:
-    """Return single changes with which a spec fits."""
-    found = []
-    for kind in (_batches_that_divide, _larger_slice, _more_gpus, _engine, _serialised, _bfloat16, _batch, _optimizer,
-                 _rows):  # fmt: skip
-        found += [change for change in kind(spec, tried) if change is not None]
+class SpentError(Exception):
+    """No further spec may be tried."""
+
+
+class Budget:
+    """A model that may be asked so many times, and for so long; a refusal is not to hold up everybody else.
+
+    Args:
+        clock: seconds; None: of the thread's processor time, for what others do is no reason to offer less.
+    """
+
+    def __init__(
+        self,
+        tried: Tried,
+        *,
+        calls: int,
+        seconds: float | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._tried, self._left, self._clock = tried, calls, clock or thread_time
+        self._end = None if seconds is None else self._clock() + seconds
+
+    def __call__(self, spec: JobSpec) -> int | None:
+        """Return what the model says; raise SpentError where it may not be asked."""
+        if not self._left or (self._end is not None and self._clock() >= self._end):
+            raise SpentError
+        self._left -= 1
+        return self._tried(spec)
+
+
+def changes_for(spec: JobSpec, tried: Tried, *, activations: int = 0) -> tuple[Change, ...]:
+    """Return single changes with which a spec fits; those that were found, where `tried` is spent.
+
+    Args:
+        activations: bytes of a device that values and scores take, which the backward pass reads.
+    """
+    found: list[Change] = []
+    kinds = (
+        _batches_that_divide, partial(_budget, activations=activations), _larger_slice, _more_gpus, _engine,
+        _serialised, _batch, _optimizer, _rows,
+    )  # fmt: skip
+    with suppress(SpentError):
+        for kind in kinds:
+            for change in kind(spec, tried):
+                found += [] if change is None else [change]
     return tuple({str(change.fields): change for change in found}.values())
 
 
@@ -78,6 +118,17 @@ def _batches_that_divide(spec: JobSpec, tried: Tried) -> Iterator[Change | None]
     if spec.compile.backend == "xla" and size % devices:
         for near in sorted({size // devices * devices, -(-size // devices) * devices} - {0}):
             yield _try(spec, tried, f"data.batch_size: {near}", {"data.batch_size": near})
+
+
+def _budget(spec: JobSpec, tried: Tried, *, activations: int) -> Iterator[Change | None]:
+    """Yield the largest budget of values with which a spec fits; one of less than a few of them cannot be met."""
+    path, most = "compile.memory_budget_mib", activations >> 20
+    found = _largest(most // LEAST_KEPT, most - 1, _set(spec, tried, path, int)) if most >= LEAST_KEPT else None
+    if found is not None:
+        yield _try(spec, tried, f"{path}: {found}, other values computed again", {path: found})
+
+
+LEAST_KEPT = 4  # activations over the least budget of them that is offered: a compiler may not meet a smaller one
 
 
 def _batch(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
@@ -130,10 +181,11 @@ def _more_gpus(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
         return
     node = GPUS[asked.model].per_node
     counts = [size for size in (2, 4, *(node << power for power in range(9))) if size > asked.count]
+    engine: Fields = {} if spec.embedding.engine == "torchrec" else {"embedding.engine": "torchrec"}
     for count in counts:
-        change = _try(
-            spec, tried, f"accelerator.count: {count}, instead of {asked.count}", {"accelerator.count": count}
-        )
+        more = ", and embedding.engine: torchrec" if engine else ""
+        said = f"accelerator.count: {count}, instead of {asked.count}{more}"
+        change = _try(spec, tried, said, {"accelerator.count": count, **engine})
         if change is not None:
             yield change
             return
@@ -143,6 +195,10 @@ def _engine(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
     for engine in get_args(type(spec.embedding).model_fields["engine"].annotation):
         if engine != spec.embedding.engine:
             yield _try(spec, tried, f"embedding.engine: {engine}", {"embedding.engine": engine})
+    if isinstance(spec.accelerator, GpuSpec) and spec.embedding.engine != "torchrec":
+        said = "embedding.engine: torchrec, and optimizers.sparse.kind: rowwise_adagrad"
+        lighter = {"kind": "rowwise_adagrad", "lr": spec.optimizers.sparse.lr}
+        yield _try(spec, tried, said, {"embedding.engine": "torchrec", "optimizers.sparse": lighter})
 
 
 def _serialised(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
@@ -155,16 +211,6 @@ def _serialised(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
         yield _try(
             spec, tried, f"embedding.sparsecore.serialized_tables: {count}",
             {"embedding.sparsecore": {**flags, "serialized_tables": count}},
-        )  # fmt: skip
-
-
-def _bfloat16(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
-    wanted = DEFAULT_STRATEGIES if spec.compile.strategies is None else spec.compile.strategies
-    if "mixed_precision" not in wanted:
-        named = (*wanted, "mixed_precision")
-        yield _try(
-            spec, tried, f"compile.strategies: [{', '.join(named)}], products in bfloat16",
-            {"compile.strategies": named},
         )  # fmt: skip
 
 

@@ -5,26 +5,39 @@ Every change that is offered was put into the spec and tried by the same model; 
 
 from __future__ import annotations
 
-from twinstep.preflight.changes import changes_for
-from twinstep.preflight.chips import where
+from twinstep.preflight.changes import Budget, changes_for
+from twinstep.preflight.chips import Where, where
 from twinstep.preflight.model import Modelled, modelled
 from twinstep.preflight.parameters import TABLES
 from twinstep.preflight.report import Change, Preflight, Problem
 from twinstep.preflight.roofline import copied_bytes, step_time
+from twinstep.preflight.shapes import rows_field
 from twinstep.preflight.tiles import LANES
 from twinstep.preflight.words import gib
+from twinstep.spec.accelerator import GpuSpec
 from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.topology import GIB, GPUS
 
 MAX_CHANGES = 6
+MAX_TOLD = 8  # tables that are too large, of which each is a fault of its own
+MAX_TRIED = 120  # specs that are put together to find changes
+SECONDS_OF_A_SUBMIT = 0.04  # of processor time for that, which a control plane has for others too
 COPIES_TOLD = 256 << 20  # bytes that copies of tables move in a step, from which it is worth a word
 
 
-def preflight(spec: JobSpec) -> Preflight:
-    """Return what a spec would take of each device, whether it fits, and the least time of a step."""
+def preflight(spec: JobSpec, *, seconds: float | None = None) -> Preflight:
+    """Return what a spec would take of each device, whether it fits, and the least time of a step.
+
+    Args:
+        seconds: of processor time, after which no further change is tried; None: all are.
+    """
     found = modelled(spec)
-    problems = problems_of(spec, found)
-    changes = changes_for(spec, tried) if problems else ()
+    problems, warnings = judged(spec, found)
+    changes: tuple[Change, ...] = ()
+    if problems or warnings:
+        budget = Budget(tried, calls=MAX_TRIED, seconds=seconds)
+        changes = changes_for(spec, budget, activations=found.memory.of("activations", "attention"))
     return Preflight(
         fits=not problems,
         accelerator=found.where.name,
@@ -37,6 +50,7 @@ def preflight(spec: JobSpec) -> Preflight:
         limit=found.where.memory,
         step=step_time(spec, found.shape, found.memory, found.where),
         problems=problems,
+        warnings=warnings,
         changes=changes[:MAX_CHANGES],
         notes=_notes(spec, found),
     )
@@ -45,7 +59,7 @@ def preflight(spec: JobSpec) -> Preflight:
 def tried(spec: JobSpec) -> int | None:
     """Return the bytes of one device where a spec fits; None where something speaks against it."""
     found = modelled(spec)
-    return None if problems_of(spec, found) else found.memory.total
+    return None if any(judged(spec, found)) else found.memory.total
 
 
 def check_fits(spec: JobSpec) -> None:
@@ -56,9 +70,9 @@ def check_fits(spec: JobSpec) -> None:
     """
     if where(spec).facts is None or spec.debug.preflight == "warn":
         return
-    found = preflight(spec)
-    if found.fits:
+    if not judged(spec, modelled(spec))[0]:
         return
+    found = preflight(spec, seconds=SECONDS_OF_A_SUBMIT)
     remedy = found.changes[0].text if found.changes else "no single change makes it fit: twinstep preflight SPEC"
     raise SpecError(
         f"the job cannot run on {found.accelerator}: {found.problems[0].problem}",
@@ -77,59 +91,88 @@ def check_fits(spec: JobSpec) -> None:
 
 
 def _of(problem: Problem, changes: tuple[Change, ...]) -> tuple[Change, ...]:
-    """Return changes of the very field, where there are any, else all."""
-    mine = tuple(each for each in changes if problem.field in each.fields)
+    """Return changes of the very field, or of one that it is a part of, where there are any, else all."""
+    mine = tuple(each for each in changes if any(f"{problem.field}.".startswith(f"{name}.") for name in each.fields))
     return (mine or changes)[:3]
 
 
-def problems_of(spec: JobSpec, found: Modelled) -> tuple[Problem, ...]:
-    """Return what speaks against a spec, the first cause first."""
-    place, size = found.where, spec.data.batch_size
-    problems = []
-    if spec.compile.backend == "xla" and size % place.devices:
-        below, above = size // place.devices * place.devices, -(-size // place.devices) * place.devices
-        problems.append(
-            Problem(
-                "data.batch_size",
-                f"a batch of {size:,} does not divide over the {place.devices:,} devices of {place.name}",
-                str(size),
-                f"a multiple of {place.devices}: {f'{below} or ' if below else ''}{above}",
-            )
-        )
-    limit = place.memory
-    if limit is None:
-        return tuple(problems)
-    problems += list(_too_large(found, limit))
-    if not any(each.field.startswith("data.rows") for each in problems) and found.memory.total > limit:
-        problems.append(_over(found, limit))
-    return (*problems, *found.memory.refused)
+def judged(spec: JobSpec, found: Modelled) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """Return what speaks against a spec, the first cause first, and what may: of that nothing was measured."""
+    certain = [*_batch(spec, found.where), *_engine(spec)]
+    memory = _memory(spec, found)
+    if found.where.kind == "tpu" and spec.embedding.engine in MEASURED:
+        return (*certain, *memory), ()
+    return tuple(certain), (*memory, *_hosts(spec, found))
 
 
-def _too_large(found: Modelled, limit: int) -> list[Problem]:
-    """Return a problem for each table that all devices together could not hold."""
-    whole = {
-        each.name.removeprefix(TABLES).removesuffix(".weight"): each.whole
-        for each in found.memory.state
-        if each.role == "table"
-    }
-    room, place = limit * found.where.devices, found.where
+MEASURED = ("dense", "ring")
+"""Engines whose memory on TPUs was held to the compiler's reports: what does not fit by it is refused."""
+
+
+def _batch(spec: JobSpec, place: Where) -> list[Problem]:
+    size = spec.data.batch_size
+    if spec.compile.backend != "xla" or not size % place.devices:
+        return []
+    below, above = size // place.devices * place.devices, -(-size // place.devices) * place.devices
     return [
         Problem(
-            f"data.rows.{table.name}",
+            "data.batch_size",
+            f"a batch of {size:,} does not divide over the {place.devices:,} devices of {place.name}",
+            str(size),
+            f"a multiple of {place.devices}: {f'{below} or ' if below else ''}{above}",
+        )
+    ]
+
+
+def _engine(spec: JobSpec) -> list[Problem]:
+    """Return the problem of GPUs without the one engine that a worker runs on them."""
+    engine = spec.embedding.engine
+    if spec.accelerator.kind != "gpu" or engine == "torchrec":
+        return []
+    return [Problem("embedding.engine", f"the engine {engine} does not run on GPUs", engine, "torchrec")]
+
+
+def _memory(spec: JobSpec, found: Modelled) -> list[Problem]:
+    limit = found.where.memory
+    if limit is None:
+        return []
+    problems = _too_large(spec, found, limit)
+    if not problems and found.memory.total > limit:
+        problems.append(_over(spec, found, limit))
+    return [*problems, *found.memory.refused]
+
+
+def _too_large(spec: JobSpec, found: Modelled, limit: int) -> list[Problem]:
+    """Return a problem for each table that all devices together could not hold, the largest few of them."""
+    whole = _whole(found)
+    room, place = limit * found.where.devices, found.where
+    tables = [table for table in found.shape.tables if whole[table.name] > room]
+    return [
+        Problem(
+            rows_field(spec.data, table.name),
             f"the table {table.name} of {table.rows:,} rows takes {gib(whole[table.name])}, and all "
             f"{place.devices:,} devices of {place.name} together have {gib(room)}",
             f"{table.rows}",
             f"at most {room // max(whole[table.name] // max(table.rows, 1), 1):,} rows, less what else there is",
         )
-        for table in found.shape.tables
-        if whole[table.name] > room
+        for table in sorted(tables, key=lambda table: -table.rows)[:MAX_TOLD]
     ]
 
 
-def _over(found: Modelled, limit: int) -> Problem:
+def _whole(found: Modelled) -> dict[str, int]:
+    """Return the bytes of each whole table, by its name."""
+    return {
+        each.name.removeprefix(TABLES).removesuffix(".weight"): each.whole
+        for each in found.memory.state
+        if each.role == "table"
+    }
+
+
+def _over(spec: JobSpec, found: Modelled, limit: int) -> Problem:
     largest = max(found.memory.parts, key=lambda part: part.bytes)
+    rows = largest.name == "tables"
     return Problem(
-        FIELDS.get(largest.name, "model"),
+        _rows_of_largest(spec, found) if rows else FIELDS[largest.name],
         f"a step takes {gib(found.memory.total)} of each device of {found.where.name}, which has {gib(limit)}; "
         f"most of it: {largest.name}, {gib(largest.bytes)}",
         gib(found.memory.total),
@@ -137,17 +180,48 @@ def _over(found: Modelled, limit: int) -> Problem:
     )
 
 
+def _rows_of_largest(spec: JobSpec, found: Modelled) -> str:
+    return rows_field(spec.data, max(found.shape.tables, key=lambda table: table.rows).name)
+
+
+def _hosts(spec: JobSpec, found: Modelled) -> list[Problem]:
+    """Return the problem of hosts whose processes keep whole tables, which engine torchrec's do on GPUs."""
+    asked = spec.accelerator
+    if not isinstance(asked, GpuSpec) or spec.embedding.engine != "torchrec":
+        return []
+    machine = GPUS[asked.model].machine
+    processes, room = min(asked.count, machine.accelerators), machine.memory_gib * GIB
+    taken = sum(_whole(found).values()) * processes
+    if taken <= room:
+        return []
+    return [
+        Problem(
+            _rows_of_largest(spec, found),
+            f"each of {processes} processes of a host keeps whole tables in its memory: {gib(taken)}, and "
+            f"{machine.name} has {gib(room)}",
+            gib(taken),
+            f"at most {gib(room)}",
+        )
+    ]
+
+
 FIELDS = {
+    "dense parameters": "model",
+    "dense optimizer": "optimizers.dense.kind",
     "tables": "data.rows",
     "table optimizer": "optimizers.sparse.kind",
-    "gradients": "model",
+    "ring buffers": "data.batch_size",
+    "SparseCore buffers": "embedding.limits",
+    "SparseCore activations": "data.batch_size",
+    "SparseCore stack": "embedding.limits",
     "batch": "data.batch_size",
     "activations": "data.batch_size",
     "attention": "data.batch_size",
+    "gradients": "model",
     "table copy": "model.embedding_dim",
-    "dense optimizer": "optimizers.dense.kind",
+    "program": "model",
 }
-"""The field of a spec that most decides a category."""
+"""The field of a spec that most decides a category; of tables, where `rows_field` does not say more."""
 
 
 def _notes(spec: JobSpec, found: Modelled) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ class EngineBytes:
 
 def engine_bytes(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], where: Where) -> EngineBytes:
     """Return what the spec's engine takes of a device."""
-    return ENGINES.get(spec.embedding.engine, _dense)(spec, shape, found, where)
+    return ENGINES[spec.embedding.engine](spec, shape, found, where)
 
 
 def _dense(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], where: Where) -> EngineBytes:
@@ -69,6 +69,36 @@ def _gradients(spec: JobSpec, shape: DataShape, tables: list[Held], where: Where
         mine = ids[table.name] if kept.split else -(-ids[table.name] // where.devices)
         total += min(mine * width * FLOAT, kept.bytes) if sparse else kept.bytes
     return total
+
+
+def _torchrec(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], where: Where) -> EngineBytes:
+    """Divided tables are updated within the backward pass, and have no gradient of their own size."""
+    rest = held(spec, tuple(each for each in found if each.role != "table"), where)
+    asked, ids = spec.optimizers.sparse, batch_ids(spec, shape)
+    slots, _ = slots_of(asked)
+    state, gradients, divided = list(rest), 0, 0
+    tables = [each for each in found if each.role == "table"]
+    for table, parameter in zip(shape.tables, tables, strict=True):
+        whole = parameter.count * FLOAT
+        kept = table.rows * FLOAT if asked.kind == "rowwise_adagrad" else whole * slots
+        way = spec.embedding.sharding.get(table.name, "auto")
+        split = where.devices > 1 and way != "data_parallel" and (way != "auto" or whole > SMALL_BYTES)
+        parts = where.devices if split else 1
+        divided += split
+        state.append(Held(parameter.name, "table", whole, -(-whole // parts), split=split))
+        if kept:
+            state.append(Held(f"slots of {parameter.name}", "table optimizer", kept, -(-kept // parts), split=split))
+        rows = -(-ids[table.name] // where.devices) * spec.model.embedding_dim * FLOAT
+        gradients += min(rows, whole) if split else whole
+    return EngineBytes(
+        state=tuple(state),
+        words=f"torchrec: {divided} of {len(tables)} divided, an even share; the others on each device",
+        parts=(Part(TABLE_GRADIENTS, gradients, "of rows that a device looks up, of small tables whole"),),
+    )
+
+
+SMALL_BYTES = 1 << 20
+"""Tables up to it are on every process; held by test to the engine's own."""
 
 
 def _ring(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], where: Where) -> EngineBytes:
@@ -198,5 +228,6 @@ ENGINES: dict[str, Callable[[JobSpec, DataShape, tuple[Parameter, ...], Where], 
     "dense": _dense,
     "ring": _ring,
     "sparsecore": _sparsecore,
+    "torchrec": _torchrec,
 }
 """By `embedding.engine`."""

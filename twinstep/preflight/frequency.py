@@ -6,6 +6,7 @@ Ids are drawn by a zipf law: the n-th most popular of V in proportion to n^-s (s
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from functools import lru_cache
 
 EXACT = 64  # ranks that are summed one by one; beyond, in bands
@@ -36,22 +37,45 @@ def _weights(rows: int, exponent: float) -> float:
     return sum(count * weight for count, weight in _bands(rows, exponent))
 
 
-@lru_cache(maxsize=256)
-def _bands(rows: int, exponent: float) -> tuple[tuple[int, float], ...]:
-    """Return how many ranks a band has and the mean weight of one, bands in order."""
-    found = [(1, rank**-exponent) for rank in range(1, min(rows, EXACT) + 1)]
-    first = EXACT + 1
-    while first <= rows:
-        last = min(rows, max(first, int(first * BAND)))
-        low, high = first - 0.5, last + 0.5  # the sum of a band is its integral, to a few parts in ten thousand
-        if exponent == 1:
-            whole = math.log(high / low)
-        else:
-            whole = (high ** (1 - exponent) - low ** (1 - exponent)) / (1 - exponent)
-        count = last - first + 1
-        found.append((count, whole / count))
-        first = last + 1
+Band = tuple[int, float]
+"""How many ranks a band has, and the mean weight of one."""
+
+
+def _bands(rows: int, exponent: float) -> list[Band]:
+    """Return the bands of ranks up to `rows`, in order: those of any number of rows, the last cut off."""
+    at = bisect_left(LASTS, rows)
+    first = LASTS[at - 1] + 1 if at else 1
+    return [*_whole_bands(exponent)[:at], *([_band(first, rows, exponent)] if rows >= first else [])]
+
+
+def _lasts() -> tuple[int, ...]:
+    """Return the last rank of each band of very many rows."""
+    found = list(range(1, EXACT + 1))
+    while found[-1] < 1 << 48:
+        found.append(max(found[-1] + 1, int((found[-1] + 1) * BAND)))
     return tuple(found)
+
+
+LASTS = _lasts()
+
+
+@lru_cache(maxsize=64)
+def _whole_bands(exponent: float) -> tuple[Band, ...]:
+    """Return all bands of an exponent. A job has one, whatever its tables: so few are kept."""
+    firsts = (1, *(last + 1 for last in LASTS[:-1]))
+    return tuple(_band(first, last, exponent) for first, last in zip(firsts, LASTS, strict=True))
+
+
+def _band(first: int, last: int, exponent: float) -> Band:
+    if last <= EXACT:
+        return 1, last**-exponent
+    low, high = first - 0.5, last + 0.5  # the sum of a band is its integral, to a few parts in ten thousand
+    if exponent == 1:
+        whole = math.log(high / low)
+    else:
+        whole = (high ** (1 - exponent) - low ** (1 - exponent)) / (1 - exponent)
+    count = last - first + 1
+    return count, whole / count
 
 
 STEEPEST = 4.0  # of an exponent: nearly all ids name the first few rows

@@ -42,6 +42,10 @@ class Memory:
         """Bytes of all parts."""
         return sum(part.bytes for part in self.parts)
 
+    def of(self, *names: str) -> int:
+        """Return the bytes of parts by their names."""
+        return sum(part.bytes for part in self.parts if part.name in names)
+
 
 def memory_of(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], where: Where) -> Memory:
     """Return the memory of a step of `spec`."""
@@ -51,8 +55,7 @@ def memory_of(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], whe
     def of(*roles: str) -> int:
         return sum(each.bytes for each in engine.state if each.role in roles)
 
-    values = _activations(spec, shape, work, where)
-    scores = _attention(spec, work)
+    values, scores = _within_budget(spec, _activations(spec, shape, work, where), _attention(spec, work))
     beside, gradients = _gradients(found, engine.parts, values + scores, where)
     parts = (
         Part("dense parameters", of("parameter", "buffer"), "every parameter but tables, on each device"),
@@ -68,6 +71,15 @@ def memory_of(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], whe
         Part("program", _program(spec, shape, work, where), "the program's own code"),
     )
     return Memory(parts=parts, state=engine.state, refused=engine.refused)
+
+
+def _within_budget(spec: JobSpec, values: int, scores: int) -> tuple[int, int]:
+    """Return activations and scores as `compile.memory_budget_mib` leaves them: others are computed again."""
+    if spec.compile.memory_budget_mib is None:
+        return values, scores
+    budget = spec.compile.memory_budget_mib << 20
+    kept = min(values, budget)
+    return kept, min(scores, budget - kept)
 
 
 def _words(kind: str, *, split: bool) -> str:

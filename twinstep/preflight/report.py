@@ -68,7 +68,7 @@ class Preflight:
     """Will a spec fit, and how fast could it be; amounts are of one device."""
 
     fits: bool
-    """Whether nothing speaks against it, as far as is known."""
+    """Whether nothing speaks against it, as far as is known; warnings may."""
     accelerator: str
     devices: int
     engine: str
@@ -83,8 +83,10 @@ class Preflight:
     step: StepTime | None
     problems: tuple[Problem, ...]
     """Why it cannot run; none: it fits, as far as is known."""
+    warnings: tuple[Problem, ...]
+    """What may not fit, by a model that was held to no measurement there: it is not refused."""
     changes: tuple[Change, ...]
-    """What would make it fit, nearest first."""
+    """What would make it fit, warnings too, nearest first."""
     notes: tuple[str, ...]
     """What is not known or assumed."""
 

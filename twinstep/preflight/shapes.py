@@ -117,6 +117,24 @@ def data_shape(spec: DataSpec) -> DataShape:
     return replace(found, tables=tuple(_enlarged(table, spec.rows.get(table.name, 0)) for table in found.tables))
 
 
+def rows_field(spec: DataSpec, table: str) -> str:
+    """Return the field of a spec that a table's rows come from."""
+    own = {each.name: each.rows for each in data_shape(spec.model_copy(update={"rows": {}})).tables}
+    asked = spec.synthetic
+    if spec.rows.get(table, 0) > own[table] or not own[table]:
+        return f"data.rows.{table}"
+    if table in spec.hash_rows:
+        return f"data.hash_rows.{table}"
+    if spec.dataset == "synthetic-clicks":
+        return "data.synthetic.table_rows"
+    if spec.dataset != "synthetic":
+        return "data.dataset"
+    for part, named in (("user_features", asked.user_features), ("item_features", asked.item_features)):
+        if table in named:
+            return f"data.synthetic.{part}.{table}"
+    return {"user_id": "data.synthetic.users", "item_id": "data.synthetic.items"}.get(table, "data.dataset")
+
+
 def _enlarged(table: Table, asked: int) -> Table:
     return table if asked <= table.rows and table.exact else Table(table.name, max(asked, table.rows), bool(asked))
 

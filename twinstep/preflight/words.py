@@ -35,12 +35,19 @@ def as_text(found: Preflight) -> str:
         lines += ["", *_columns([("a step, at the least", "of a device", "time"), *_roofs(found.step)])]
     lines += ["", *(f"note: {note}" for note in found.notes)]
     lines += [f"does not fit: {problem.problem}" for problem in found.problems]
+    lines += [f"may not fit: {warning.problem}" for warning in found.warnings]
     lines += [f"  fits with {change.text}: {gib(change.bytes)} a device" for change in found.changes]
     if found.problems and not found.changes:
         lines.append("  no single change makes it fit")
     if not found.problems:
-        lines.append("fits" if found.limit is not None else "not held against a limit: a host's memory is not known")
+        lines.append(_verdict(found))
     return "\n".join(lines)
+
+
+def _verdict(found: Preflight) -> str:
+    if found.limit is None:
+        return "not held against a limit: a host's memory is not known"
+    return "not refused: this memory was held to no measurement" if found.warnings else "fits"
 
 
 def _roofs(step: StepTime) -> list[tuple[str, str, str]]:

@@ -136,11 +136,14 @@ def place(inputs: Sequence[Placed], mesh: Mesh) -> Placement:
     notes: list[str] = []
     split: dict[str, int] = {}
     tables = {each.name for each in inputs if each.role == "table"}
+    owned: dict[str, list[Placed]] = {}
+    for each in inputs:
+        owned.setdefault(each.of, []).append(each)
     for each in inputs:
         if each.role == "table" and mesh.size > 1 and (each.ring or each.bytes >= mesh.shard_bytes):
             short = -each.shape[0] % mesh.size
-            whole_group = [other for other in inputs if _of_table(other, each)]
-            if not short or all(other.by_rows for other in whole_group):
+            by_its_rows = [other for other in owned.get(each.name, ()) if other.shape[:1] == each.shape[:1]]
+            if not short or all(other.by_rows for other in (each, *by_its_rows)):
                 split[each.name] = each.shape[0]
                 if short:
                     notes.append(f"{each.name} is padded by {short} rows, so that {mesh.size} divide them")
@@ -165,11 +168,6 @@ def place(inputs: Sequence[Placed], mesh: Mesh) -> Placement:
 
     extra = tuple(-each.shape[0] % mesh.size if by_table(each) else 0 for each in inputs)
     return Placement(tuple(spec(each) for each in inputs), tuple(notes), extra)
-
-
-def _of_table(each: Placed, table: Placed) -> bool:
-    """Say whether an input is the table, or has one row for each of its rows."""
-    return each is table or (each.of == table.name and each.shape[:1] == table.shape[:1])
 
 
 def _state_cut(each: Placed, mesh: Mesh) -> int | None:

@@ -325,7 +325,8 @@ def test_a_job_that_cannot_fit_is_not_planned_and_the_nearest_change_is_named(sh
     [
         ({"accelerator": "cpu"}, "accelerator.kind"),
         ({"accelerator": {"kind": "tpu", "generation": "v5p", "topology": "8x4x4"}}, "accelerator.topology"),
-        ({"kubernetes": {}}, "kubernetes.image"),
+        ({"embedding": {"engine": "dense"}}, "embedding.engine"),
+        ({"kubernetes": {}, "embedding": {"engine": "torchrec"}}, "kubernetes.image"),
     ],
 )
 def test_what_cannot_be_planned_is_told_by_field(shared, change: dict[str, Any], field: str) -> None:

@@ -46,7 +46,9 @@ class Plane:
         self.reconciler = ClusterReconciler(runs, self.cluster, workers=Workers(), every_seconds=0)
 
     def submit(self, accelerator: dict[str, Any] = TPU, **more: Any) -> JobDetail:
-        spec = {"name": "a-job", "accelerator": accelerator, "kubernetes": {"image": IMAGE}, **more}
+        engine = "torchrec" if accelerator["kind"] == "gpu" else "dense"
+        spec = {"name": "a-job", "accelerator": accelerator, "kubernetes": {"image": IMAGE},
+                "embedding": {"engine": engine}, **more}  # fmt: skip
         return self.service.submit_job(validate_spec(spec))
 
     def passes(self, count: int = 3) -> None:

@@ -10,14 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinstep.preflight import check
-from twinstep.preflight.changes import with_fields
+from twinstep.preflight import changes, check
+from twinstep.preflight.changes import Budget, SpentError, changes_for, with_fields
 from twinstep.preflight.check import check_fits, preflight
 from twinstep.preflight.chips import FACTS, where
+from twinstep.preflight.engines import SMALL_BYTES
+from twinstep.preflight.shapes import rows_field
 from twinstep.preflight.tiles import tiled_bytes
+from twinstep.preflight.words import as_text
+from twinstep.spec.base import MAX_TABLES
 from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.topology import GPUS, TPUS
+from twinstep.worker.embedding.hybrid import plan
 
 ADAM: Any = {"optimizers": {"sparse": {"kind": "adam"}}}
 
@@ -66,7 +71,9 @@ def test_a_job_that_cannot_run_is_refused_with_the_number_that_broke(spec: JobSp
 
 @pytest.mark.parametrize("spec", [
     job(batch=1001), job(rows=2**29, **ADAM), job(batch=65536, compile={"strategies": []}),
+    job({"kind": "gpu", "model": "h100", "count": 8}),
     job({"kind": "gpu", "model": "l4", "count": 8}, rows=2**27, **ADAM),
+    job({"kind": "gpu", "model": "h100", "count": 8}, optimizers={"sparse": {"kind": "adamw"}}),
     job({"kind": "gpu", "model": "a100", "count": 8}, batch=16384),
     job({"kind": "tpu", "generation": "v6e", "topology": "2x4", "chips_per_host": 8}, rows=2**29, **ADAM),
 ])  # fmt: skip
@@ -114,18 +121,132 @@ def test_a_host_has_no_limit_and_is_never_refused() -> None:
     assert (found.fits, found.limit, found.step) == (True, None, None)
 
 
-def test_few_models_are_made_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
+H100 = {"kind": "gpu", "model": "h100", "count": 8}
+
+
+@pytest.mark.parametrize("engine", ["dense", "torchrec"])
+@pytest.mark.parametrize("count", [1, 8])
+def test_gpus_are_for_the_engine_that_a_worker_runs_on_them(engine: str, count: int) -> None:
+    spec = job(H100 | {"count": count}, embedding={"engine": engine})
+    found = preflight(spec)
+    assert found.fits == (engine == "torchrec")
+    if engine == "torchrec":
+        check_fits(spec)
+        return
+    with pytest.raises(SpecError) as caught:
+        check_fits(spec)
+    assert [each.field for each in caught.value.faults] == ["embedding.engine"]
+    assert "embedding.engine: torchrec" in caught.value.faults[0].remedy
+
+
+@pytest.mark.parametrize("spec", [
+    job(H100, rows=2**31 - 1, embedding={"engine": "torchrec"}),
+    job({"kind": "gpu", "model": "a100", "count": 8}, batch=16384, embedding={"engine": "torchrec"}),
+    job(rows=2**29, embedding={"engine": "sparsecore"}, **ADAM),
+])  # fmt: skip
+def test_what_was_held_to_no_measurement_is_warned_of_and_not_refused(spec: JobSpec) -> None:
+    check_fits(spec)
+    found = preflight(spec)
+    assert found.fits
+    assert found.warnings
+    assert f"may not fit: {found.warnings[0].problem}" in as_text(found)
+    for change in found.changes:
+        changed = with_fields(spec, change.fields)
+        assert changed is not None
+        assert not preflight(changed).warnings
+
+
+def test_hosts_that_keep_whole_tables_for_every_process_are_warned_of() -> None:
+    found = preflight(job(H100 | {"count": 128}, rows=2**30, embedding={"engine": "torchrec"}))
+    assert found.fits
+    assert ["processes of a host" in each.problem for each in found.warnings] == [True]
+    assert not preflight(job(H100, rows=2**24, embedding={"engine": "torchrec"})).warnings
+
+
+def test_divided_tables_take_a_share_and_no_gradient_of_their_size() -> None:
+    def parts(rows: int, engine: str) -> dict[str, int]:
+        looked = preflight(job(H100, rows=rows, embedding={"engine": engine}, **ADAM))
+        return {part.name: part.bytes for part in looked.parts}
+
+    small, large = parts(2**17, "torchrec"), parts(2**27, "torchrec")
+    assert small["tables"] < 2**17 * 64 * 4 / 4
+    assert large["gradients"] - small["gradients"] < 2**28
+    assert parts(2**27, "dense")["gradients"] > 2**31
+    assert SMALL_BYTES == plan.SMALL_BYTES
+
+
+def test_a_budget_of_values_is_counted_and_is_the_first_change_where_values_break_it() -> None:
+    spec = job(batch=16384, compile={"strategies": []})
+    change = preflight(spec).changes[0]
+    budget = change.fields["compile.memory_budget_mib"]
+    kept = with_fields(spec, change.fields)
+    assert kept is not None
+    within = {part.name: part.bytes for part in preflight(kept).parts}
+    assert within["activations"] + within["attention"] <= budget << 20
+    more = with_fields(spec, {"compile.memory_budget_mib": budget + 1})
+    assert more is not None
+    assert not preflight(more).fits
+
+
+def most_tables(engine: str) -> JobSpec:
+    """As many tables as a spec can have, of which none fits."""
+    half = range(MAX_TABLES // 2)
+    columns = {f"{kind}_features": [f"{kind}{index}" for index in half] for kind in ("user", "item")}
+    rows = {f"user{index}": 2**31 - 1 - index for index in half} | {f"item{index}": 2**30 - index for index in half}
+    data = {"dataset": "parquet", "path": "/d", "columns": columns, "rows": rows}
+    return job(batch=65536, data=data, embedding={"engine": engine})
+
+
+@pytest.mark.parametrize("spec", [job(rows=2**31 - 1, batch=65536), *map(most_tables, ("dense", "ring"))])
+def test_few_models_are_made_for_a_refusal(monkeypatch: pytest.MonkeyPatch, spec: JobSpec) -> None:
+    calls, now = 0, 0.0
     original = check.modelled
 
     def counted(spec: JobSpec) -> Any:
-        nonlocal calls
-        calls += 1
+        nonlocal calls, now
+        calls, now = calls + 1, now + 0.01
         return original(spec)
 
     monkeypatch.setattr(check, "modelled", counted)
-    assert not preflight(job(rows=2**31 - 1, batch=65536)).fits
-    assert calls <= 120  # of some 0.2 ms each
+    monkeypatch.setattr(changes, "thread_time", lambda: now)
+    found = preflight(spec, seconds=0.04)
+    assert not found.fits
+    assert len(found.problems) <= check.MAX_TOLD
+    assert calls == 1 + 4
+    preflight(spec)
+    assert calls <= 5 + 1 + check.MAX_TRIED
+
+
+def test_what_was_found_before_time_ran_out_is_offered() -> None:
+    spec = job(batch=65536, compile={"strategies": []})
+    budget = Budget(check.tried, calls=12)
+    few, every = changes_for(spec, budget), preflight(spec).changes
+    assert 0 < len(few) <= len(every)
+    with pytest.raises(SpentError):
+        budget(spec)
+
+
+def test_every_category_names_the_field_that_decides_it() -> None:
+    engines: tuple[Any, ...] = (job(), *(job(embedding={"engine": each}) for each in ("ring", "sparsecore")),
+                                job(H100, embedding={"engine": "torchrec"}))  # fmt: skip
+    assert {part.name for spec in engines for part in preflight(spec).parts} == set(check.FIELDS)
+    for path in check.FIELDS.values():
+        part: Any = JobSpec.model_validate({"name": "a"})
+        for name in path.split("."):
+            part = getattr(part, name)
+
+
+@pytest.mark.parametrize(("data", "table", "field"), [
+    ({"rows": {"item_id": 2**20}}, "item_id", "rows.item_id"),
+    ({"rows": {"item_id": 1}}, "item_id", "synthetic.items"),
+    ({"rows": {}, "synthetic": {"items": 2**20}}, "item_id", "synthetic.items"),
+    ({"synthetic": {"item_features": {"brand": 2**20}}}, "brand", "synthetic.item_features.brand"),
+    ({"dataset": "parquet", "path": "/d", "rows": {}, "hash_rows": {"item_id": 2**20}}, "item_id", "hash_rows.item_id"),
+    ({"dataset": "parquet", "path": "/d", "rows": {"item_id": 5}, "hash_rows": {"item_id": 9}}, "item_id",
+     "hash_rows.item_id"),
+])  # fmt: skip
+def test_rows_are_those_of_the_field_that_says_them(data: dict[str, Any], table: str, field: str) -> None:
+    assert rows_field(job(data=data).data, table) == f"data.{field}"
 
 
 shapes = st.sampled_from((

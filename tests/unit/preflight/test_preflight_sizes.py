@@ -9,13 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinstep.preflight.changes import DEFAULT_STRATEGIES as NAMED_STRATEGIES
 from twinstep.preflight.chips import where
 from twinstep.preflight.parameters import parameters
 from twinstep.preflight.shapes import data_shape
 from twinstep.preflight.state import batch_bytes, batch_shapes, held
 from twinstep.spec.job import DATASETS_OF_FILES, DATASETS_OF_ROWS, DataSpec, JobSpec
-from twinstep.worker.compile.strategies import DEFAULT_STRATEGIES
 from twinstep.worker.data.batch import BATCH_DIMS, meta_batch
 from twinstep.worker.data.datasets import load_dataset
 from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnySchema, MultiHotSchema, meta_multi_hot
@@ -157,10 +155,6 @@ def test_a_users_own_files_have_the_rows_that_the_spec_says_and_others_are_named
     assert (shape.tasks, shape.action_bits) == (3, 2)
     asked = JobSpec.model_validate({"name": "sizes", "data": {**data, "rows": {"user_id": 7, "brand": 5}}})
     assert data_shape(asked.data).unknown == ()
-
-
-def test_the_default_strategies_are_the_compilers() -> None:
-    assert tuple(each.name for each in DEFAULT_STRATEGIES) == NAMED_STRATEGIES
 
 
 def test_every_dataset_that_a_spec_may_name_has_a_shape() -> None:

@@ -24,7 +24,7 @@ from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.entry import current_entry
 from twinstep.platform.store.records import JobDetail, View
 from twinstep.platform.store.submits import HomeChangedError, Stored
-from twinstep.preflight.check import preflight
+from twinstep.preflight.check import SECONDS_OF_A_SUBMIT, preflight
 from twinstep.preflight.report import Preflight
 from twinstep.spec.errors import NotFoundError, SpecError
 from twinstep.spec.job import JobSpec
@@ -198,7 +198,7 @@ def plan(
     422 where it does not fit its accelerator: with the number that broke, and changes that make it fit.
     """
     spec = service.accounts.place(caller, spec, project)
-    found, looked = service.plan_job(spec), preflight(spec)
+    found, looked = service.plan_job(spec), preflight(spec, seconds=SECONDS_OF_A_SUBMIT)
     diff = None
     if job_id is not None:
         service.accounts.check_job(caller, Permission.READ, job_id)
@@ -207,7 +207,7 @@ def plan(
         name=found.name,
         namespace=found.namespace,
         numbers=found.numbers,
-        warnings=[*found.warnings, *(f"preflight: {each.problem}" for each in looked.problems)],
+        warnings=[*found.warnings, *(f"preflight: {each.problem}" for each in (*looked.problems, *looked.warnings))],
         preflight=looked,
         objects=list(found.objects),
         diff=diff,

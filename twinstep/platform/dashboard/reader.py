@@ -30,7 +30,7 @@ from twinstep.platform.store.entry import Entry, under_way
 from twinstep.platform.store.logs import EVERYBODY
 from twinstep.platform.store.records import HostHeard, Job, LogFilter, MetricSeries, Progress, Run
 from twinstep.platform.store.search import JobFilter, JobSort
-from twinstep.preflight.check import preflight
+from twinstep.preflight.check import SECONDS_OF_A_SUBMIT, preflight
 from twinstep.preflight.words import as_text
 from twinstep.spec.errors import AuthError, ConflictError, NotFoundError, TwinstepError
 from twinstep.spec.job import JobSpec
@@ -350,6 +350,6 @@ class Reader:
 
 def _preflight(body: dict[str, Any]) -> str:
     try:
-        return as_text(preflight(JobSpec.model_validate(body)))
+        return as_text(preflight(JobSpec.model_validate(body), seconds=SECONDS_OF_A_SUBMIT))
     except ValidationError as error:  # a spec of another version
         return f"It cannot be looked at: {str(error).splitlines()[0]}"
