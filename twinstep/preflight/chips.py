@@ -15,6 +15,7 @@ from twinstep.spec.topology import GIB, GPUS, TPUS, chips_of
 GIGA, TERA = 1e9, 1e12
 _TPU = "docs.cloud.google.com/tpu/docs"
 _INFO = "jax 0.12, jax/_src/tpu_info.py"
+_V4 = "Jouppi et al. 2023, TPU v4: six links of 50 GB/s each way"
 _LIBTPU = "libtpu 0.0.42.1's own limit, from its message"
 
 
@@ -37,16 +38,16 @@ class ChipFacts:
 
 
 def _tpu(
-    name: str, *, tflops: float, hbm_gb: float, ici_gbit: float, usable_gib: float, dcn_gbit: float, source: str
+    name: str, *, tflops: float, hbm_gb: float, ici_gb: float, usable_gib: float, dcn_gbit: float, source: str
 ) -> ChipFacts:
-    """Return a device's facts from a chip's: rates in TFLOP/s, GB/s, and Gbit/s over all links, both directions."""
+    """Return a device's facts from a chip's: TFLOP/s, GB/s of HBM and of all links both ways, Gbit/s of network."""
     per_chip = TPUS[name].devices_per_chip
     return ChipFacts(
         flops_bf16=tflops * TERA / per_chip,
         flops_f32=tflops * TERA / per_chip,
         hbm_bytes_per_s=hbm_gb * GIGA / per_chip,
         memory=int(usable_gib * GIB),
-        ici_bytes_per_s=ici_gbit / 8 / 2 * GIGA / per_chip,
+        ici_bytes_per_s=ici_gb / 2 * GIGA / per_chip,
         dcn_bytes_per_s=dcn_gbit / 8 * GIGA / per_chip,
         source=source,
     )
@@ -72,18 +73,20 @@ GPU_RESERVED = 2 * GIB  # the driver's context, NCCL's buffers, cuBLAS's workspa
 _NVIDIA = "NVIDIA's data sheet"
 
 FACTS: dict[str, ChipFacts] = {
-    "v4": _tpu("v4", tflops=275, hbm_gb=1228, ici_gbit=2400, usable_gib=31.0, dcn_gbit=50 / 4, source=f"{_TPU}/v4"),
-    "v5e": _tpu("v5e", tflops=197, hbm_gb=819, ici_gbit=1600, usable_gib=15.75, dcn_gbit=100 / 4, source=f"{_TPU}/v5e"),
+    "v4": _tpu(
+        "v4", tflops=275, hbm_gb=1228, ici_gb=600, usable_gib=31.0, dcn_gbit=50 / 4, source=f"{_TPU}/v4; ICI: {_V4}",
+    ),
+    "v5e": _tpu("v5e", tflops=197, hbm_gb=819, ici_gb=400, usable_gib=15.75, dcn_gbit=100 / 4, source=f"{_TPU}/v5e"),
     "v5p": _tpu(
-        "v5p", tflops=459, hbm_gb=2765, ici_gbit=4800, usable_gib=95.74, dcn_gbit=200 / 4,
+        "v5p", tflops=459, hbm_gb=2765, ici_gb=1200, usable_gib=95.74, dcn_gbit=200 / 4,
         source=f"{_TPU}/v5p; memory: {_LIBTPU}",
     ),
     "v6e": _tpu(
-        "v6e", tflops=918, hbm_gb=1638, ici_gbit=3584, usable_gib=31.25, dcn_gbit=200 / 4,
+        "v6e", tflops=918, hbm_gb=1638, ici_gb=800, usable_gib=31.25, dcn_gbit=200 / 4,
         source=f"{_TPU}/v6e; memory: {_LIBTPU}",
     ),
     "v7x": _tpu(
-        "v7x", tflops=2307, hbm_gb=7380, ici_gbit=9600, usable_gib=94.75, dcn_gbit=400 / 4,
+        "v7x", tflops=2307, hbm_gb=7380, ici_gb=1200, usable_gib=94.75, dcn_gbit=400 / 4,
         source=f"{_TPU}/tpu7x; {_INFO}; memory: {_LIBTPU}",
     ),
     "h100": _gpu("h100", bf16=989, f32=67, hbm_gb=3350, nvlink_gb=900, nic_gbit=200, source=f"{_NVIDIA}, H100 SXM"),

@@ -36,6 +36,8 @@ class Memory:
     state: tuple[Held, ...]
     refused: tuple[Problem, ...] = ()
     """What the engine of tables cannot do."""
+    besides_tables: int = 0
+    """Bytes of the parts that are there whatever way tables are held: without their gradients, copies and buffers."""
 
     @property
     def total(self) -> int:
@@ -57,6 +59,7 @@ def memory_of(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], whe
 
     values, scores = _within_budget(spec, _activations(spec, shape, work, where), _attention(spec, work))
     beside, gradients = _gradients(found, engine.parts, values + scores, where)
+    _, alone = _gradients(found, (), values + scores, where)
     parts = (
         Part("dense parameters", of("parameter", "buffer"), "every parameter but tables, on each device"),
         Part("dense optimizer", of("optimizer"), _words(spec.optimizers.dense.kind, split=where.devices > 1)),
@@ -70,7 +73,9 @@ def memory_of(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], whe
         Part("table copy", _table_copy(spec, engine.state, where), "the largest table in whole rows of lanes"),
         Part("program", _program(spec, shape, work, where), "the program's own code"),
     )
-    return Memory(parts=parts, state=engine.state, refused=engine.refused)
+    by_tables = {"tables", "table optimizer", "table copy", "gradients", *(part.name for part in beside)}
+    others = sum(part.bytes for part in parts if part.name not in by_tables)
+    return Memory(parts=parts, state=engine.state, refused=engine.refused, besides_tables=others + alone)
 
 
 def _within_budget(spec: JobSpec, values: int, scores: int) -> tuple[int, int]:

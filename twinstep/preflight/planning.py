@@ -40,11 +40,10 @@ def plan_spec(spec: JobSpec, *, seen: Mapping[str, Any] | None = None) -> TableP
             remedy="set accelerator: {kind: tpu, generation: v5p, topology: 2x2x1}, say",
         )
     found = modelled(spec)
-    beside = sum(part.bytes for part in found.memory.parts if part.name not in ("tables", "table optimizer"))
     room = Room(
         devices=place.devices,
         facts=place.facts,
-        budget=max((place.memory or 0) - beside, 0),
+        budget=max((place.memory or 0) - found.memory.besides_tables, 0),
         sparse_cores=_sparse_cores(spec),
     )
     return plan_tables(table_uses(spec, seen), room, ways=WAYS[place.kind])

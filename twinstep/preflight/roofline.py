@@ -72,8 +72,18 @@ def step_flops(spec: JobSpec, shape: DataShape, work: Work, *, fused: bool) -> f
 def _layer_products(model: DLRMv3Spec, work: Work) -> float:
     heads, values, queries, dim = model.num_heads, model.linear_dim, model.attention_dim, model.transducer_dim
     weights = work.tokens * (dim * 2 * heads * (values + queries) + 3 * heads * values * dim)
-    seen = work.slots**2 / 2  # causal: half of all pairs
-    return weights + work.rows * heads * seen * (queries + values)
+    return weights + work.rows * heads * seen_pairs(model, work) * (queries + values)
+
+
+def seen_pairs(model: DLRMv3Spec, work: Work) -> float:
+    """Return the least pairs of tokens that attention of a row must look at, on average over rows.
+
+    A causal row of n tokens has n²/2, less those of candidates, which see no other candidate; by Jensen's inequality
+    rows of n tokens on average have no fewer. With a window of w it is n·w − w²/2: the first w tokens see fewer.
+    """
+    tokens, apart = work.tokens / max(work.rows, 1), work.candidates / max(work.rows, 1)
+    near = min(model.max_attn_len or tokens, tokens)
+    return max(tokens * near - near**2 / 2 - apart**2 / 2, 0.0)
 
 
 def _rest_products(model: DLRMv3Spec, shape: DataShape, work: Work) -> float:
@@ -107,12 +117,15 @@ def hbm_traffic(spec: JobSpec, shape: DataShape, memory: Memory, work: Work) -> 
 
     Parameters are read forward and backward and by the update, which writes them; gradients written and read; what
     optimizers keep, both; values that the backward pass reads, both; a row that is looked up is read, its gradient
-    written and read, and the row with what is kept of it read and written.
+    written and read, and the row with what is kept of it read and written. A table whose optimizer changes every row is
+    read and written whole, with its gradient and what is kept of it.
     """
     parts = {part.name: part.bytes for part in memory.parts}
     dense = 6 * parts["dense parameters"] + 2 * parts["dense optimizer"]  # a gradient is as large as its parameter
     rows = work.looked_up * max(len(shape.item_features), 1) * spec.model.embedding_dim * FLOAT
-    return float(dense + 6 * rows + 2 * (parts["activations"] + parts["attention"] + parts["batch"]))
+    every_row = spec.embedding.engine == "dense" and not is_quiet(spec)  # other engines update rows alone
+    tables = 3 * parts["tables"] + 2 * parts["table optimizer"] if every_row else 0
+    return float(dense + tables + 6 * rows + 2 * (parts["activations"] + parts["attention"] + parts["batch"]))
 
 
 def copied_bytes(spec: JobSpec, memory: Memory, where: Where) -> float:
@@ -153,7 +166,7 @@ def sent_bytes(spec: JobSpec, shape: DataShape, memory: Memory, where: Where) ->
         if kept.split:
             exchanged += 2 * mine * width
         elif quiet and table.rows >= SPARSE_ROWS_PER_ID * asked:
-            exchanged += asked * width / count * (count - 1)
+            exchanged += asked * width
         else:
             reduced += kept.whole
     away = (count - 1) / count

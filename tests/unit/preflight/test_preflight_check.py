@@ -15,12 +15,16 @@ from twinstep.preflight.changes import Budget, SpentError, changes_for, with_fie
 from twinstep.preflight.check import check_fits, preflight
 from twinstep.preflight.chips import FACTS, where
 from twinstep.preflight.engines import SMALL_BYTES
-from twinstep.preflight.shapes import rows_field
+from twinstep.preflight.report import StepTime
+from twinstep.preflight.roofline import seen_pairs
+from twinstep.preflight.shapes import data_shape, rows_field
 from twinstep.preflight.tiles import tiled_bytes
+from twinstep.preflight.tokens import batch_ids, work_of
 from twinstep.preflight.words import as_text
 from twinstep.spec.base import MAX_TABLES
 from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.model import DLRMv3Spec
 from twinstep.spec.topology import GPUS, TPUS
 from twinstep.worker.embedding.hybrid import plan
 
@@ -278,6 +282,55 @@ def test_every_accelerator_has_its_facts() -> None:
         assert 0.9 * whole <= facts.memory <= 1.01 * whole, name
         assert facts.source
         assert min(facts.flops_bf16, facts.hbm_bytes_per_s, facts.ici_bytes_per_s, facts.dcn_bytes_per_s) > 0
+
+
+@pytest.mark.parametrize(("name", "links", "gb"), [
+    ("v4", 6, 50), ("v5e", 4, 50), ("v5p", 6, 100), ("v6e", 4, 100), ("v7x", 6, 100), ("h100", 18, 25),
+    ("b200", 18, 50),
+])  # fmt: skip
+def test_the_interconnect_is_all_links_in_one_direction(name: str, links: int, gb: int) -> None:
+    per_chip = TPUS[name].devices_per_chip if name in TPUS else 1
+    assert FACTS[name].ici_bytes_per_s * per_chip == links * gb * 1e9
+
+
+def step(spec: JobSpec) -> StepTime:
+    found = preflight(spec).step
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("more", [
+    {"data": {"uih_budget": 64}}, {"model": {"max_attn_len": 32}}, {"data": {"uih_budget": 64, "num_candidates": 100}},
+])  # fmt: skip
+def test_attention_counts_no_more_pairs_than_rows_of_average_length_have(more: dict[str, Any]) -> None:
+    """Held to a count over rows of all the same length, which have the fewest."""
+    spec = job(**more)
+    model, data, shape = spec.model, spec.data, data_shape(spec.data)
+    assert isinstance(model, DLRMv3Spec)
+    history = (data.uih_budget or data.uih_len) + len(shape.contextual)
+    window = model.max_attn_len or history
+    pairs = sum(min(at + 1, window + 1) for at in range(history)) + data.num_candidates * (min(history, window) + 1)
+    counted = seen_pairs(model, work_of(spec, shape, where(spec)))
+    assert 0.75 * pairs <= counted <= pairs
+
+
+def test_an_optimizer_that_changes_every_row_moves_whole_tables() -> None:
+    rows, slots = 2**22, 2
+    adam, quiet = (
+        step(job(rows=rows, optimizers={"sparse": {"kind": kind}})).hbm_bytes for kind in ("adam", "adagrad")
+    )
+    share = rows * 64 * 4 / 4  # of four devices
+    assert adam - quiet == pytest.approx(share * (3 + 2 * slots), rel=0.05)
+
+
+def test_gradients_of_a_whole_table_are_sent_to_all_others_once() -> None:
+    """Each device sends its part of the gradients' rows to every other one; the rest of the step is alike."""
+    sgd: Any = {"optimizers": {"sparse": {"kind": "sgd"}}}
+    few, more = (job({"kind": "tpu", "generation": "v5p", "topology": "2x2x1"}, rows=2**23 // 4, batch=batch,
+                     data={"uih_len": 64}, **sgd) for batch in (256, 512))  # fmt: skip
+    ids = {spec.data.batch_size: batch_ids(spec, data_shape(spec.data))["item_id"] for spec in (few, more)}
+    sent = step(more).ici_bytes - step(few).ici_bytes
+    assert sent == pytest.approx((ids[512] - ids[256]) * 64 * 4 * 3 / 4, rel=0.01)
 
 
 def test_arrays_take_whole_tiles_in_the_order_that_wastes_least() -> None:

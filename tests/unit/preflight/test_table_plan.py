@@ -174,6 +174,18 @@ def test_statistics_of_other_tables_are_refused() -> None:
     assert "item_id" in told.value.remedy
 
 
+@pytest.mark.parametrize("engine", ["dense", "ring", "sparsecore"])
+@pytest.mark.parametrize("sparse", ["rowwise_adagrad", "adam"])
+def test_the_room_of_tables_is_what_no_table_takes(engine: str, sparse: str) -> None:
+    def room(rows: int, engine: str, sparse: str) -> int:
+        data = {**SPEC["data"], "rows": {"item_id": rows}}
+        more = {"embedding": {"engine": engine}, "optimizers": {"sparse": {"kind": sparse}}}
+        return plan_spec(JobSpec.model_validate({**SPEC, "data": data, **more})).budget
+
+    alone = room(1000, "dense", "sgd")
+    assert {room(rows, engine, sparse) for rows in (1000, 2**24, 2**30)} == {alone}
+
+
 def test_tables_of_a_host_are_not_planned() -> None:
     with pytest.raises(SpecError, match="cpu"):
         plan_spec(JobSpec.model_validate({**SPEC, "accelerator": "cpu"}))
