@@ -32,7 +32,10 @@ def preflight(spec: JobSpec, *, seconds: float | None = None) -> Preflight:
     Args:
         seconds: of processor time, after which no further change is tried; None: all are.
     """
-    found = modelled(spec)
+    return _answer(spec, modelled(spec), seconds)
+
+
+def _answer(spec: JobSpec, found: Modelled, seconds: float | None) -> Preflight:
     problems, warnings = judged(spec, found)
     changes: tuple[Change, ...] = ()
     if problems or warnings:
@@ -70,9 +73,10 @@ def check_fits(spec: JobSpec) -> None:
     """
     if where(spec).facts is None or spec.debug.preflight == "warn":
         return
-    if not judged(spec, modelled(spec))[0]:
+    known = modelled(spec)
+    if not judged(spec, known)[0]:
         return
-    found = preflight(spec, seconds=SECONDS_OF_A_SUBMIT)
+    found = _answer(spec, known, SECONDS_OF_A_SUBMIT)
     remedy = found.changes[0].text if found.changes else "no single change makes it fit: twinstep preflight SPEC"
     raise SpecError(
         f"the job cannot run on {found.accelerator}: {found.problems[0].problem}",

@@ -208,7 +208,7 @@ def test_few_models_are_made_for_a_refusal(monkeypatch: pytest.MonkeyPatch, spec
 
     def counted(spec: JobSpec) -> Any:
         nonlocal calls, now
-        calls, now = calls + 1, now + 0.01
+        calls, now = calls + 1, now + 0.0101
         return original(spec)
 
     monkeypatch.setattr(check, "modelled", counted)
@@ -217,8 +217,11 @@ def test_few_models_are_made_for_a_refusal(monkeypatch: pytest.MonkeyPatch, spec
     assert not found.fits
     assert len(found.problems) <= check.MAX_TOLD
     assert calls == 1 + 4
+    with pytest.raises(SpecError):
+        check_fits(spec)
+    assert calls == 2 * 5
     preflight(spec)
-    assert calls <= 5 + 1 + check.MAX_TRIED
+    assert calls <= 2 * 5 + 1 + check.MAX_TRIED
 
 
 def test_what_was_found_before_time_ran_out_is_offered() -> None:
