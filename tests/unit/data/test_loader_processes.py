@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -29,10 +30,10 @@ from twinstep.worker.data.datasets import load_dataset
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.meter import LoaderMeter
 from twinstep.worker.data.order import HostShare
-from twinstep.worker.data.packers import Packers, packed_ahead, read_shared, write_shared
+from twinstep.worker.data.packers import ASKED, Packers, packed_ahead, read_shared, write_shared
 from twinstep.worker.data.prefetch import Prefetch
 
-DEADLINE = 60.0
+DEADLINE = 240.0  # seconds: a machine may be busy
 WORKERS = 2
 
 
@@ -73,6 +74,12 @@ def gone(pid: int) -> bool:
         return True
 
 
+def end(process: subprocess.Popen[Any]) -> None:
+    """Kill whatever is left of a process's group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.fixture(scope="module")
 def packers() -> Iterator[Packers]:
     with Packers(loader_of(start=4, share=HostShare(host=1, hosts=2)), WORKERS) as made:
@@ -87,7 +94,7 @@ def test_processes_give_the_threads_batches_in_their_order_and_a_worker_that_die
     victim = packers.pids[50 % WORKERS]
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(UnavailableError, match=rf"process {50 % WORKERS + 1} of 2 \(pid {victim}\) was killed") as told:
-        list(itertools.islice(found, 2 * WORKERS))
+        list(itertools.islice(found, (ASKED + 1) * WORKERS))  # after what it had sent
     assert "data.loader_workers" in told.value.remedy
     pids = packers.pids
     packers.close()
@@ -107,11 +114,45 @@ def test_a_thread_and_processes_are_one_choice_of_the_spec_and_both_are_bounded(
 
 
 def test_leaving_ends_a_process_that_is_stuck() -> None:
-    made = Packers(loader_of(), 1)
-    with Prefetch(made.batches(0)) as batches, made:
-        next(batches)
-        os.kill(made.pids[0], signal.SIGSTOP)
+    with Packers(loader_of(), 1) as made, Prefetch(made.batches(0)) as batches:
+        try:
+            next(batches)
+            os.kill(made.pids[0], signal.SIGSTOP)
+        finally:
+            made.end()
     assert gone(made.pids[0])
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_no_socket_is_left_open() -> None:
+    loader, before = loader_of(), open_files()
+    with packed_ahead(loader, spec_of(loader_workers=2), 0) as batches:
+        next(batches)
+        assert open_files() >= before + 2
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(75), OSError("no more processes")])
+def test_what_interrupts_the_start_leaves_no_process_and_no_socket(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    loader, before, whole = loader_of(), open_files(), subprocess.Popen
+
+    def second_fails(*given: Any, **more: Any) -> Any:
+        if started:
+            raise error
+        started.append(whole(*given, **more))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", second_fails)
+    with pytest.raises(UnavailableError if isinstance(error, OSError) else type(error)):
+        Packers(loader, 2)
+    assert gone(started[0].pid)
+    assert open_files() == before
 
 
 CHILD = """
@@ -129,10 +170,14 @@ time.sleep(600)
 
 
 def test_processes_end_with_a_run_that_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        pids = [int(word) for word in child.stdout.readline().split()]
-        child.kill()
+    command = [sys.executable, "-c", CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
+        try:
+            assert child.stdout is not None
+            pids = [int(word) for word in child.stdout.readline().split()]
+            child.kill()
+        finally:
+            end(child)
     assert len(pids) == 2
     until(lambda: all(map(gone, pids)))
 
@@ -166,10 +211,13 @@ def run(place: Path, *, steps: int, workers: int, stop_at: int | None = None) ->
     }
     validate_spec(spec)
     with subprocess.Popen([sys.executable, "-c", RUN, json.dumps(spec)], start_new_session=True) as process:
-        if stop_at is not None:
-            until(lambda: any(int(each.rsplit("-", 1)[1]) >= stop_at for each in open_place(place).names()))
-            os.killpg(process.pid, signal.SIGTERM)
-        return process.wait(DEADLINE)
+        try:
+            if stop_at is not None:
+                until(lambda: any(int(each.rsplit("-", 1)[1]) >= stop_at for each in open_place(place).names()))
+                os.killpg(process.pid, signal.SIGTERM)
+            return process.wait(DEADLINE)
+        finally:
+            end(process)
 
 
 def tensors(place: Path) -> tuple[int, dict[str, torch.Tensor]]:

@@ -65,16 +65,18 @@ def packed_ahead(
         with Prefetch(prepared(loader.train_batches(start)), depth=spec.prefetch) as batches:
             yield batches
         return
-    packers = Packers(loader, spec.loader_workers)
     with (
+        Packers(loader, spec.loader_workers) as packers,
         Prefetch(prepared(packers.batches(start)), depth=spec.prefetch) as batches,
-        packers,
-    ):  # ended first: none is waited for
-        yield batches
+    ):
+        try:
+            yield batches
+        finally:
+            packers.end()  # before the thread that reads from them: none is waited for
 
 
 class Packers:
-    """Processes that pack batches of one loader; a context manager that ends them.
+    """Processes that pack batches of one loader; a context manager that closes them.
 
     Raises:
         UnavailableError: a process cannot be started, or the dataset cannot be written to the temporary directory.
@@ -89,8 +91,10 @@ class Packers:
                 write_shared(loader, file)
                 for _ in range(count):
                     self._start(file.fileno())
-        except OSError as error:
+        except BaseException as error:  # a signal's too, while some run already
             self.close()
+            if not isinstance(error, OSError):
+                raise
             raise UnavailableError(
                 f"{count} loader processes cannot be started: {error.strerror or error}",
                 remedy="lower data.loader_workers; 0 packs in a thread",
@@ -98,6 +102,7 @@ class Packers:
 
     def _start(self, data: int) -> None:
         ours, theirs = Pipe()
+        self._sockets.append(ours)
         with theirs:
             paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
             process = subprocess.Popen(  # noqa: S603  our own module
@@ -107,8 +112,7 @@ class Packers:
                 pass_fds=(theirs.fileno(), data),
                 process_group=0,
             )
-        self._sockets.append(ours)
-        self._processes.append(process)
+            self._processes.append(process)
 
     @property
     def pids(self) -> list[int]:
@@ -165,13 +169,19 @@ class Packers:
             f"{name} {how}", remedy="its last words stand in the log; data.loader_workers: 0 has none"
         )
 
-    def close(self) -> None:
-        """End the processes, at once: they hold nothing that is to be kept. Safe to call twice."""
+    def end(self) -> None:
+        """End the processes, at once: they hold nothing that is to be kept. Whoever reads `batches` comes to an end."""
         self._ended = True
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.wait()
+
+    def close(self) -> None:
+        """End the processes and close their sockets, from which nobody may read any more. Safe to call twice."""
+        self.end()
+        for each in self._sockets:
+            each.close()
 
     def __enter__(self) -> Self:
         return self
