@@ -168,6 +168,12 @@ EVENTS = (
         "`first`, `last`, `time_s`, `directory`, `bytes`",
     ),
     ("profile_failed", "worker", "No trace could be begun or written; training went on.", "`directory`"),
+    (
+        "loader_workers_unused",
+        "worker",
+        "The run has several processes, each of which packs its batches in a thread, whatever the spec asks.",
+        "`loader_workers`",
+    ),
     ("reports_lost", "worker", "Reports found no room on the disk; the run went on without them.", "`count`"),
     ("stopped", "worker", "The worker ended because it was told to (SIGTERM, Ctrl-C).", "`step`"),
     ("failed", "worker", "The worker ended with an error; the reason is the error.", "`code`, `step`"),

@@ -25,6 +25,7 @@ from twinstep.worker.compile.traces import Span, spans_of_xspace, start_trace
 from twinstep.worker.data.prefetch import Prefetch
 from twinstep.worker.train import profiling
 from twinstep.worker.train.loop import Trainer
+from twinstep.worker.train.processes import Process, Together
 from twinstep.worker.train.profiling import breakdown, union
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.stop import StopSignal
@@ -78,10 +79,15 @@ def spec_of(backend: str = "eager", **profile: Any) -> Any:
 
 
 def trained(
-    directory: Path, spec: Any, stop: StopSignal | None = None, on: Callable[[Trainer], None] | None = None
+    directory: Path | None,
+    spec: Any,
+    stop: StopSignal | None = None,
+    on: Callable[[Trainer], None] | None = None,
+    together: Together | None = None,
 ) -> Told:
     told = Told()
-    work = Trainer(spec, reporter=told, view=ProgressView(None, 1), stop=stop or StopSignal(), run_dir=directory)
+    view = ProgressView(None, 1)
+    work = Trainer(spec, reporter=told, view=view, stop=stop or StopSignal(), run_dir=directory, together=together)
     if on is not None:
         on(work)
     try:
@@ -174,6 +180,57 @@ def test_a_place_that_cannot_be_written_is_told_of_and_training_goes_on(tmp_path
     told = trained(tmp_path, spec_of(start=2, steps=2))
     ((reason, _),) = told.of("profile_failed")
     assert "cannot be made" in reason
+    assert told.steps[-1] == 6
+
+
+class Second(Together):
+    """Another process of a run of two, which nobody else is in."""
+
+    own_rows = True
+
+    def __init__(self) -> None:
+        super().__init__(Process(rank=1, count=2))
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def of_first(self, value: Any) -> Any:
+        return value
+
+
+def test_only_the_first_process_traces_saves_graphs_and_counts_no_loader_processes_that_do_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = spec_of("xla", start=2, steps=2)
+    spec = spec.model_copy(
+        update={
+            "data": spec.data.model_copy(update={"loader_workers": 3}),
+            "debug": spec.debug.model_copy(update={"save_graph": True}),
+        }
+    )
+    seen: list[Trainer] = []
+    told = trained(None, spec, on=seen.append, together=Second())
+    assert list(tmp_path.iterdir()) == []
+    for name in ("profiled", "profile_failed", "graph_saved"):
+        assert told.of(name) == []
+    ((reason, data),) = told.of("loader_workers_unused")
+    assert "data.loader_workers: 3" in reason
+    assert data["loader_workers"] == 0
+    assert seen[0]._meter._packers == 1
+
+
+def test_a_file_of_a_trace_that_goes_meanwhile_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_file", lambda path: path.suffix == ".gz" or Path.exists(path))
+    whole = Path.rglob
+
+    def gone(path: Path, pattern: str) -> Any:
+        return (*whole(path, pattern), path / "gone.gz")
+
+    monkeypatch.setattr(Path, "rglob", gone)
+    told = trained(tmp_path, spec_of(start=2, steps=2))
+    ((reason, _),) = told.of("profile_failed")
+    assert "training goes on" in reason
     assert told.steps[-1] == 6
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from twinstep.spec.accelerator import TpuSpec
-from twinstep.spec.job import CompileSpec, JobSpec
+from twinstep.spec.job import CompileSpec, DataSpec, JobSpec
 from twinstep.spec.placement import Mesh
 from twinstep.spec.slices import Slice
 from twinstep.worker.compile.shipped import Shipped
@@ -49,6 +52,17 @@ def sizes_of(spec: JobSpec) -> dict[str, int]:
         "uih_budget": data.uih_budget or data.uih_len,
         "num_candidates": data.num_candidates,
     }
+
+
+def tell_of_loading(asked: DataSpec, taken: DataSpec, tell: Callable[[str, str, dict[str, Any]], None]) -> None:
+    """Say by the event `loader_workers_unused` where a run packs batches otherwise than its spec asks."""
+    if asked.loader_workers != taken.loader_workers:
+        tell(
+            "loader_workers_unused",
+            f"data.loader_workers: {asked.loader_workers} is for a run of one process; each of this run's packs in a "
+            "thread of its own",
+            {"loader_workers": taken.loader_workers},
+        )
 
 
 def mesh_for(spec: JobSpec) -> Mesh | None:

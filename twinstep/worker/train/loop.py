@@ -23,7 +23,7 @@ from twinstep.worker.data.meter import LoaderMeter
 from twinstep.worker.data.packers import packed_ahead
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.models.registry import build_model
-from twinstep.worker.train.asked import sizes_of
+from twinstep.worker.train.asked import sizes_of, tell_of_loading
 from twinstep.worker.train.engines import Parts, Prepared, make_stepper
 from twinstep.worker.train.environment import grace_seconds, previous_worker
 from twinstep.worker.train.evaluate import evaluate
@@ -88,7 +88,9 @@ class Trainer:
         self._dataset = load_dataset(spec.data)
         self._report_left_out()
         self._loader, self._eval_loader = make_loaders(self._dataset, spec, self._together)
-        self._meter = LoaderMeter(spec.data.loader_workers or 1)
+        self._loading = loaded_as(spec, self._together)
+        self._meter = LoaderMeter(self._loading.loader_workers or 1)
+        tell_of_loading(spec.data, self._loading, self._event)
         self._window = Window(self._dataset.schema, spec.train.window_steps)
         self._model = build_model(spec, self._dataset.schema)
         self._optimizers = build_optimizers(spec.optimizers, self._model)
@@ -114,7 +116,7 @@ class Trainer:
         self._speed = Speed()
         self._last_progress = 0.0
         self._heart = Heartbeat(run_dir)
-        self._profiling = Profiling(spec, run_dir, tell=self._event)
+        self._profiling = Profiling(spec, run_dir, tell=self._event, wanted=self._together.first)
         self._since_copy: dict[int, float] = {}  # seconds of each step that a rewind may make vain
         self._guard = LossGuard(spike=spec.train.loss_spike)
         self._evaluated = -1
@@ -228,8 +230,8 @@ class Trainer:
         self._goodput.add("start", time.monotonic() - self._begun)
         while self.step < total:
             # Batches are drawn anew where steps were left out.
-            start, data = self.step - self._first, loaded_as(self.spec, self._together)
-            with packed_ahead(self._loader, data, start, self._stepper.prepared) as ahead:
+            start = self.step - self._first
+            with packed_ahead(self._loader, self._loading, start, self._stepper.prepared) as ahead:
                 batches = self._stepper.drawn(ahead)
                 while self.step < total:
                     scores = self._evaluate() if every and self.step and self.step % every == 0 else None
@@ -301,7 +303,7 @@ class Trainer:
             program = self._stepper.program(batch, sizes=self._sizes, step=self.step)
         finally:
             self._stop.end_between_steps()  # `_compiling` made it otherwise, and a compile that failed says no word
-        if self.spec.debug.save_graph and self.spec.compile.backend != "eager":
+        if self.spec.debug.save_graph and self._together.first and self.spec.compile.backend != "eager":
             self._graphs.save(self._stepper.runner(batch, sizes=self._sizes))
         with self._profiling.computing():
             output = program()

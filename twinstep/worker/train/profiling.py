@@ -27,10 +27,15 @@ class Profiling:
     """Traces the steps that are asked for, once."""
 
     def __init__(
-        self, spec: JobSpec, directory: Path | None, *, tell: Callable[[str, str, dict[str, Any]], None]
+        self,
+        spec: JobSpec,
+        directory: Path | None,
+        *,
+        tell: Callable[[str, str, dict[str, Any]], None],
+        wanted: bool = True,
     ) -> None:
-        """`tell` gets the event `profiled` or `profile_failed`: name, reason, data."""
-        self._asked: ProfileSpec | None = spec.debug.profile
+        """`tell` gets the event `profiled` or `profile_failed`: name, reason, data; not `wanted`, nothing is traced."""
+        self._asked: ProfileSpec | None = spec.debug.profile if wanted else None
         self._backend, self._tell = spec.compile.backend, tell
         self._directory = (directory or Path.cwd()) / FOLDER
         self._trace: Trace | None = None
@@ -79,19 +84,17 @@ class Profiling:
             return
         try:
             spans = trace.stop()
-        except (
-            Exception
-        ) as error:  # whatever a profiler raises: a full disk is a RuntimeError of one, an OSError of another
+            size = sum(path.stat().st_size for path in self._directory.rglob("*") if path.is_file())
+        except Exception as error:  # whatever a profiler raises, of a full disk too; or its files went meanwhile
             self._failed(error)
             return
-        files = [path for path in self._directory.rglob("*") if path.is_file()]
         found = breakdown(spans)
         data = {
             "first": self._first,
             "last": last,
             "time_s": {part: round(seconds, 6) for part, seconds in found.items()},
             "directory": str(self._directory),
-            "bytes": sum(path.stat().st_size for path in files),
+            "bytes": size,
         }
         self._tell("profiled", _in_words(found, self._first, last, self._directory), data)
 
