@@ -3,21 +3,25 @@ one reporter, one writer; and their checkpoint goes on in one process on four de
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from twinstep.spec.errors import UnavailableError
 from twinstep.spec.parse import validate_spec
+from twinstep.worker.embedding.sparsecore import fdo
 from twinstep.worker.train import run as run_module
 from twinstep.worker.train.processes import NAMES, Process, Together
 from twinstep.worker.train.report import NoReporter
+from twinstep.worker.train.sparsecore import SparseCoreStepper
 from twinstep.worker.train.stop import StopSignal
 
 DLRM = {
@@ -233,3 +237,36 @@ def test_a_run_that_cannot_part_has_reported_all_the_same(monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="nor can it"):
         run_module.run(validate_spec({"name": "t"}), console=None)
     assert said == ["closed", "flushed"]
+
+
+def test_statistics_of_limits_are_those_of_all_processes_before_and_after_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def record(*values: int) -> fdo.Record:
+        found = fdo.Record("t", batches=len(values), sketches={"stack": {each: fdo.Sketch() for each in fdo.FIELDS}})
+        for value, sketch in itertools.product(values, found.sketches["stack"].values()):
+            sketch.add(value)
+        return found
+
+    steppers: list[Any] = []
+
+    class Both(Together):
+        def gather(self, _: Any) -> list[Any]:
+            return [each._record.to_json() for each in steppers]
+
+    monkeypatch.setattr(SparseCoreStepper, "_take_limits", lambda *_: None)
+    wanted = SimpleNamespace(limits=SimpleNamespace(source="fdo"), overflow="error")
+    for rank, mine in enumerate((record(8, 16), record(64))):
+        stepper: Any = object.__new__(SparseCoreStepper)
+        stepper._record, stepper._together = mine, Both(Process(rank=rank, count=2))
+        stepper._plan = SimpleNamespace(stacks=[], with_limits=lambda *_: None)
+        stepper._spec = SimpleNamespace(embedding=wanted)
+        steppers.append(stepper)
+    whole = record(8, 16, 64).to_json()
+    saved = [each.state() for each in steppers]
+    assert [each["sparsecore"]["record"] for each in saved] == [whole, whole]
+    for each in steppers:
+        each._record = fdo.Record("t")
+        each.restore(saved[0])
+    assert steppers[1]._record.batches == 0
+    assert [each.state()["sparsecore"]["record"] for each in steppers] == [whole, whole]

@@ -174,10 +174,7 @@ class SparseCoreStepper(Stepper):
         policy = fdo.FdoPolicy(
             quantile=wanted.quantile, headroom=wanted.headroom, least_batches=min(8, wanted.every_steps)
         )
-        record = fdo.Record(self._record.topology)
-        for each in self._together.gather(self._record.to_json()):
-            record = record.merged(fdo.Record.from_json(each))
-        plan, changes = fdo.decide(self._plan, record, policy)
+        plan, changes = fdo.decide(self._plan, self._of_all(), policy)
         for change in changes:
             before, after = change.before, change.after
             assert before is not None, "a run's stacks have limits"  # noqa: S101
@@ -189,6 +186,13 @@ class SparseCoreStepper(Stepper):
             )
         if changes:
             self._take_limits(bounded(plan, self._spec.embedding.overflow))
+
+    def _of_all(self) -> fdo.Record:
+        """Return the statistics of all processes; asked by all of them."""
+        record = fdo.Record(self._record.topology)
+        for each in self._together.gather(self._record.to_json()):
+            record = record.merged(fdo.Record.from_json(each))
+        return record
 
     def _take_limits(self, plan: StackPlan) -> None:
         with self._lock:
@@ -281,18 +285,19 @@ class SparseCoreStepper(Stepper):
         return self._last
 
     def state(self) -> dict[str, Any]:
-        """Return limits and statistics, so that a run that goes on compiles nothing twice."""
+        """Return limits and all processes' statistics, so that a run that goes on compiles nothing twice."""
         limits = {
             stack.name: [stack.held_to.max_ids, stack.held_to.max_unique, stack.buffer] for stack in self._plan.stacks
         }
-        return {"sparsecore": {"topology": self._record.topology, "limits": limits, "record": self._record.to_json()}}
+        return {"sparsecore": {"topology": self._record.topology, "limits": limits, "record": self._of_all().to_json()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on with limits and statistics of the same stacks on as many devices; others are found anew."""
         found = state.get("sparsecore")
         if not found or found["topology"] != self._record.topology or self._spec.embedding.limits.source != "fdo":
             return
-        self._record = fdo.Record.from_json(found["record"])
+        if self._together.first:  # they are of all processes, and counted once
+            self._record = fdo.Record.from_json(found["record"])
         limits = {name: Limits(max_ids=ids, max_unique=unique) for name, (ids, unique, _) in found["limits"].items()}
         buffers = {name: slots for name, (_, _, slots) in found["limits"].items() if slots is not None}
         self._take_limits(bounded(self._plan.with_limits(limits, buffers), self._spec.embedding.overflow))
