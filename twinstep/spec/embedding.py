@@ -171,6 +171,14 @@ def divided_problem(embedding: EmbeddingSpec, compiler: Any, accelerator: Any, o
     return said if problem else None
 
 
+def rewind_problem(on_nan: str, embedding: EmbeddingSpec | None) -> Said | None:
+    """Return why a run with these tables cannot go back before a bad batch; None as tables: they are not valid."""
+    if on_nan == "stop" or embedding is None or embedding.pipeline == "off":
+        return None
+    allowed = "stop, or embedding.pipeline: off"
+    return {"part": "on_nan", "problem": "changes what pipeline: full computes", "allowed": allowed, "nearest": "stop"}
+
+
 def processes_problem(processes: int, embedding: EmbeddingSpec | None, accelerator: Any) -> Said | None:
     """Return why a spec cannot have several processes on one machine; parts that are not valid are None."""
     if processes == 1 or embedding is None or accelerator is None:

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
 from twinstep.spec.base import INT32_MAX, MAX_TABLES, Count, FieldName, Number, Spec
 from twinstep.spec.columns import ColumnsSpec
-from twinstep.spec.embedding import EmbeddingSpec, divided_problem, processes_problem
+from twinstep.spec.embedding import EmbeddingSpec, divided_problem, processes_problem, rewind_problem
 from twinstep.spec.model import DLRMv3Spec, Model
 from twinstep.spec.running import DebugSpec, RuntimeSpec
 from twinstep.spec.sparsecore import GENERATIONS
@@ -432,6 +432,14 @@ class JobSpec(Spec):
         if problem is not None:
             said = {"part": "engine", "problem": problem, "allowed": f"dense, or {allowed}", "nearest": "dense"}
             raise PydanticCustomError("between_fields", "sparsecore {problem}", said)
+        return value
+
+    @field_validator("train")
+    @classmethod
+    def _goes_back_exactly(cls, value: TrainSpec, info: ValidationInfo) -> TrainSpec:
+        said = rewind_problem(value.on_nan, info.data.get("embedding"))
+        if said is not None:
+            raise PydanticCustomError("between_fields", "{problem}", said)
         return value
 
     @field_validator("debug")

@@ -85,3 +85,23 @@ def test_flags_without_sparsecores_are_refused_by_field(accelerator: Any) -> Non
 def test_values_that_would_break_the_command_line_are_refused(flags: Any) -> None:
     with pytest.raises(SpecError):
         spec_of(V5P, **flags)
+
+
+@pytest.mark.parametrize("on_nan", ["skip", "rollback"])
+def test_a_pipeline_that_copies_of_the_state_would_drain_has_none(on_nan: str) -> None:
+    def given(pipeline: str, on_nan: str) -> dict[str, Any]:
+        return {
+            "name": "t",
+            "compile": {"backend": "xla"},
+            "embedding": {"engine": "sparsecore", "pipeline": pipeline},
+            "train": {"on_nan": on_nan},
+        }
+
+    for fine in (given("off", on_nan), given("full", "stop")):
+        validate_spec(fine)
+    with pytest.raises(SpecError) as refused:
+        validate_spec(given("full", on_nan))
+    (fault,) = refused.value.faults
+    assert fault.field == "train.on_nan"
+    assert "pipeline: full" in fault.problem
+    assert fault.remedy == "on_nan: stop"
