@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import TCPStore
 
 from twinstep.spec.errors import SpecError, UnavailableError
 from twinstep.worker.train.ranks import Ranks
@@ -187,3 +189,21 @@ def test_a_rank_ends_with_its_worker_when_ray_kills_that(tmp_path: Path) -> None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
+
+
+def test_the_port_of_a_group_is_kept_for_rank_0_until_it_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    backend = pytest.importorskip("twinstep.worker.train.ray_backend", reason="Ray Train imports pandas")
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    try:
+        _, before = backend._place()
+        host, port = backend._place()
+        socket.create_server((host, before), reuse_port=False).close()  # the group's before is free again
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, port))
+        store = TCPStore(host, port, 1, True, multi_tenant=True)
+        store.set("a", "b")
+        assert store.get("a") == b"b"
+    finally:
+        while backend._HELD:
+            backend._HELD.pop().close()

@@ -15,6 +15,8 @@ import ray.util
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
+_HELD: list[socket.socket] = []
+
 
 class RankBackend(Backend):
     """Sets MASTER_ADDR and MASTER_PORT in every worker."""
@@ -47,10 +49,17 @@ def rank_config() -> RankConfig:
 
 
 def _place() -> tuple[str, int]:
-    """Return this host's address in the cluster and a port that is free now."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return ray.util.get_node_ip_address(), found.getsockname()[1]  # type: ignore[no-untyped-call]
+    """Return this host's address in the cluster and a port that is free, and kept so for rank 0 while this one runs.
+
+    A socket that is bound without listening, with SO_REUSEADDR, does not hinder one that listens with the same option.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    while _HELD:  # of a group that was started before in this worker
+        _HELD.pop().close()
+    _HELD.append(held)
+    return ray.util.get_node_ip_address(), held.getsockname()[1]  # type: ignore[no-untyped-call]
 
 
 def _set_place(address: str, port: int) -> None:
