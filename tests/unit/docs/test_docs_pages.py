@@ -98,7 +98,7 @@ def test_the_rules_between_fields_are_the_codes(spec: dict[str, object]) -> None
 def test_the_table_of_events_names_those_that_the_code_writes(generate: ModuleType) -> None:
     written = {name for kind in (CompileEvent, CompileWarning) for name in get_args(get_type_hints(kind)["name"])}
     for path in (ROOT / "twinstep/worker").rglob("*.py"):
-        written |= set(re.findall(r'\.(?:event|_tell|tell)\(\s*"(\w+)"', path.read_text()))
+        written |= set(re.findall(r'(?:\.event|\b_?tell)\(\s*"(\w+)"', path.read_text()))
     for path in (ROOT / "twinstep/platform/store").glob("*.py"):
         written |= set(re.findall(r'(?:\bname=|"name": )"(\w+)"', path.read_text()))
     written.discard("submits")  # the name of a thread
