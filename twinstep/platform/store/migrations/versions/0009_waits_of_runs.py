@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    op.add_column("runs", sa.Column("waiting_since", sa.Float(), nullable=True))
+    op.add_column("runs", sa.Column("waiting_since", sa.Double(), nullable=True))
     op.execute("UPDATE runs SET waiting_since = created_at WHERE state IN ('pending', 'queued')")
 
 
