@@ -8,7 +8,7 @@ from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from twinstep.spec.base import INT32_MAX, MAX_TABLES, Count, FieldName, Number, Spec
-from twinstep.spec.sparsecore import SparseCoreFlags
+from twinstep.spec.sparsecore import GENERATIONS, SparseCoreFlags
 
 Limit = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
 
@@ -154,6 +154,29 @@ class EmbeddingSpec(Spec):
         return value
 
 
+def not_this_engine(problem: str, allowed: str) -> Said:
+    """Return what a fault says where an engine cannot run a spec: why, and what else would do beside `dense`."""
+    return {"part": "engine", "problem": problem, "allowed": f"dense, or {allowed}", "nearest": "dense"}
+
+
+def sparsecore_problem(embedding: EmbeddingSpec, compiler: Any, accelerator: Any, optimizers: Any) -> Said | None:
+    """Return why engine sparsecore cannot run a spec of these parts, of which those that are not valid are None."""
+    if embedding.engine != "sparsecore" or None in (compiler, accelerator, optimizers):
+        return None
+    sparse = optimizers.sparse
+    problem, allowed = "", ""
+    if compiler.backend != "xla":
+        problem, allowed = f"does not run on the {compiler.backend} backend", "compile.backend: xla"
+    elif sparse.kind == "adamw":
+        problem, allowed = "has no adamw for tables", "optimizers.sparse.kind: adam, adagrad, rowwise_adagrad, sgd"
+    elif sparse.momentum:
+        problem, allowed = "has no momentum of sgd for tables", "optimizers.sparse.momentum: 0"
+    elif accelerator.kind == "tpu" and accelerator.generation not in GENERATIONS:
+        problem = f"has no SparseCores on a {accelerator.generation}"
+        allowed = f"a TPU of generation {', '.join(GENERATIONS)}"
+    return not_this_engine(problem, allowed) if problem else None
+
+
 def divided_problem(embedding: EmbeddingSpec, compiler: Any, accelerator: Any, optimizers: Any) -> Said | None:
     """Return why engine torchrec cannot run a spec of these parts, of which those that are not valid are None."""
     if embedding.engine != "torchrec" or None in (compiler, accelerator, optimizers):
@@ -167,8 +190,7 @@ def divided_problem(embedding: EmbeddingSpec, compiler: Any, accelerator: Any, o
         allowed = "optimizers.sparse.momentum: 0 and weight_decay: 0"
     elif sparse.kind == "adamw":
         problem, allowed = "has no adamw for tables", "optimizers.sparse.kind: adagrad, rowwise_adagrad, sgd"
-    said = {"part": "engine", "problem": problem, "allowed": f"dense, or {allowed}", "nearest": "dense"}
-    return said if problem else None
+    return not_this_engine(problem, allowed) if problem else None
 
 
 def rewind_problem(on_nan: str, embedding: EmbeddingSpec | None) -> Said | None:

@@ -14,7 +14,13 @@ from pydantic_core import PydanticCustomError
 from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
 from twinstep.spec.base import INT32_MAX, MAX_TABLES, Count, FieldName, Number, Spec
 from twinstep.spec.columns import ColumnsSpec
-from twinstep.spec.embedding import EmbeddingSpec, divided_problem, processes_problem, rewind_problem
+from twinstep.spec.embedding import (
+    EmbeddingSpec,
+    divided_problem,
+    processes_problem,
+    rewind_problem,
+    sparsecore_problem,
+)
 from twinstep.spec.model import DLRMv3Spec, Model
 from twinstep.spec.running import DebugSpec, RuntimeSpec
 from twinstep.spec.sparsecore import GENERATIONS
@@ -416,21 +422,8 @@ class JobSpec(Spec):
     @field_validator("embedding")
     @classmethod
     def _engine_fits(cls, value: EmbeddingSpec, info: ValidationInfo) -> EmbeddingSpec:
-        if value.engine != "sparsecore" or not {"accelerator", "compile", "optimizers"} <= set(info.data):
-            return value
-        sparse, accelerator = info.data["optimizers"].sparse, info.data["accelerator"]
-        problem, allowed = None, ""
-        if info.data["compile"].backend != "xla":
-            problem, allowed = f"does not run on the {info.data['compile'].backend} backend", "compile.backend: xla"
-        elif sparse.kind == "adamw":
-            problem, allowed = "has no adamw for tables", "optimizers.sparse.kind: adam, adagrad, rowwise_adagrad, sgd"
-        elif sparse.momentum:
-            problem, allowed = "has no momentum of sgd for tables", "optimizers.sparse.momentum: 0"
-        elif accelerator.kind == "tpu" and accelerator.generation not in GENERATIONS:
-            problem = f"has no SparseCores on a {accelerator.generation}"
-            allowed = f"a TPU of generation {', '.join(GENERATIONS)}"
-        if problem is not None:
-            said = {"part": "engine", "problem": problem, "allowed": f"dense, or {allowed}", "nearest": "dense"}
+        said = sparsecore_problem(value, *map(info.data.get, ("compile", "accelerator", "optimizers")))
+        if said is not None:
             raise PydanticCustomError("between_fields", "sparsecore {problem}", said)
         return value
 
