@@ -52,6 +52,9 @@ def supervised(run_dir: Path, what: str, **more: Any) -> subprocess.Popen[bytes]
 def ending_of(run_dir: Path, what: str, **more: Any) -> tuple[dict[str, Any], list[Any]]:
     assert supervised(run_dir, what, **more).wait(timeout=120) == 0
     starts = [json.loads(line) for line in (run_dir / "starts").read_text().splitlines()]
+    seconds = [start.pop("seconds") for start in starts if start is not None]
+    assert seconds == sorted(seconds), "counted from the first worker's start"
+    assert all(each > 0 for each in seconds)
     return json.loads((run_dir / "exit.json").read_text()), starts
 
 
