@@ -18,8 +18,6 @@ from twinstep.spec.errors import UnavailableError
 from twinstep.worker.train.launch import launch
 from twinstep.worker.train.ranks import Ranks
 
-# JAX, where an earlier test of this process loaded it, warns of every fork; a launcher has not loaded it.
-pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
 LIMIT = 240.0  # seconds: a machine may be busy
 
 
