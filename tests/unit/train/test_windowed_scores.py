@@ -85,7 +85,8 @@ def test_a_run_scores_each_window_of_its_training_batches_and_nothing_else() -> 
     notes = Notes()
     trainer = Trainer(spec, reporter=notes, view=ProgressView(None, 1), stop=StopSignal(), run_dir=None)
     seen: list[tuple[torch.Tensor, Any]] = []
-    program = trainer._compiler.program
+    compiler: Any = trainer._stepper._compiler  # type: ignore[attr-defined]
+    program = compiler.program
 
     def watched(batch: Any, **sizes: Any) -> Any:
         step = program(batch, **sizes)
@@ -97,7 +98,7 @@ def test_a_run_scores_each_window_of_its_training_batches_and_nothing_else() -> 
 
         return run
 
-    trainer._compiler.program = watched  # type: ignore[method-assign]
+    compiler.program = watched
     assert trainer.train() is not None
     assert [step for step, _ in notes.windows] == [4, 8]
     for (_, found), part in zip(notes.windows, (seen[:4], seen[4:8]), strict=True):
