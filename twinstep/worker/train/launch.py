@@ -48,7 +48,8 @@ def launch(
         patience: seconds that the rest has, after a failure, to end by itself, and then to end when it is asked to.
         say: is told which process failed first.
     """
-    with _free_port() as port, _Processes() as started, _forwarding(started.ask):
+    with keep_port(LOOPBACK) as held, _Processes() as started, _forwarding(started.ask):
+        port = held.getsockname()[1]
         for rank in range(processes):
             ranks = Ranks(rank=rank, size=processes, local=rank, on_host=processes, address=LOOPBACK, port=port)
             base = os.environ if environment is None else environment
@@ -98,7 +99,7 @@ class _Processes:
             env=dict(environment),
             stdin=subprocess.DEVNULL if silent else None,
             stdout=subprocess.DEVNULL if silent else None,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         handle = os.pidfd_open(process.pid)
         with _held_back():  # each signal comes before this, and is told here, or after it, and is told by `ask`
@@ -159,7 +160,7 @@ class _Processes:
             self._ended(None)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Let the kernel end this process when its launcher is killed, which then could not."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -187,16 +188,15 @@ def _forwarding(send: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _free_port() -> Iterator[int]:
-    """Yield a port of loopback that is free, and is kept from others that ask for any until rank 0 listens there.
+def keep_port(host: str) -> socket.socket:
+    """Return a socket on a free port of `host`, which keeps the port from others that ask for any until rank 0 listens.
 
     A socket that is bound without listening, with SO_REUSEADDR, does not hinder one that listens with the same option.
     """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((LOOPBACK, 0))
-        yield held.getsockname()[1]
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
 
 
 def _loopback() -> str:

@@ -15,6 +15,8 @@ import ray.util
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
+from twinstep.worker.train.launch import keep_port
+
 _HELD: list[socket.socket] = []
 
 
@@ -49,13 +51,8 @@ def rank_config() -> RankConfig:
 
 
 def _place() -> tuple[str, int]:
-    """Return this host's address in the cluster and a port that is free, and kept so for rank 0 while this one runs.
-
-    A socket that is bound without listening, with SO_REUSEADDR, does not hinder one that listens with the same option.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
+    """Return this host's address in the cluster and a port that is free, and kept so for rank 0 while this one runs."""
+    held = keep_port("")
     while _HELD:  # of a group that was started before in this worker
         _HELD.pop().close()
     _HELD.append(held)

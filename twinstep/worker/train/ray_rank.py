@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
-from twinstep.worker.train.launch import _end_with_parent
+from twinstep.worker.train.launch import end_with_parent
 from twinstep.worker.train.ranks import Ranks
 from twinstep.worker.train.ray_board import Ended
 
@@ -91,7 +91,7 @@ def _start(spec: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
         text=True,
         encoding="utf-8",
         errors="replace",
-        preexec_fn=_end_with_parent,  # Ray kills its workers, which then could not end their ranks
+        preexec_fn=end_with_parent,  # Ray kills its workers, which then could not end their ranks
     )
     assert child.stdin is not None  # noqa: S101
     try:
