@@ -17,6 +17,7 @@ from twinstep.preflight.words import gib
 from twinstep.spec.accelerator import GpuSpec
 from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.table_names import table_name
 from twinstep.spec.topology import GIB, GPUS
 
 MAX_CHANGES = 6
@@ -166,7 +167,7 @@ def _too_large(spec: JobSpec, found: Modelled, limit: int) -> list[Problem]:
 def _whole(found: Modelled) -> dict[str, int]:
     """Return the bytes of each whole table, by its name."""
     return {
-        each.name.removeprefix(TABLES).removesuffix(".weight"): each.whole
+        table_name(each.name.removeprefix(TABLES).removesuffix(".weight")): each.whole
         for each in found.memory.state
         if each.role == "table"
     }

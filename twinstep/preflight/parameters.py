@@ -17,6 +17,7 @@ from typing import Literal
 from twinstep.preflight.shapes import DataShape
 from twinstep.spec.job import JobSpec
 from twinstep.spec.model import DLRMSpec, DLRMv3Spec
+from twinstep.spec.table_names import module_name
 
 ACTION_DIM = 8  # floats per action bit
 MIN_POSITION_ROWS = 256
@@ -46,7 +47,8 @@ def parameters(spec: JobSpec, shape: DataShape) -> tuple[Parameter, ...]:
     """Return parameters and buffers of the model that a spec asks for, tables first, in the model's order."""
     model = spec.model
     tables = [
-        Parameter(f"{TABLES}{table.name}.weight", (table.rows, model.embedding_dim), "table") for table in shape.tables
+        Parameter(f"{TABLES}{module_name(table.name)}.weight", (table.rows, model.embedding_dim), "table")
+        for table in shape.tables
     ]
     named = _dlrm(model, shape) if isinstance(model, DLRMSpec) else _dlrmv3(model, spec, shape)
     dense = [Parameter(name, size, "parameter") for name, size in named]

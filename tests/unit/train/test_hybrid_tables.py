@@ -26,8 +26,8 @@ def group() -> Iterator[distributed.ProcessGroup]:
         distributed.destroy_process_group()
 
 
-def made(kind: str, group: distributed.ProcessGroup) -> Any:
-    plans = plan_tables([TableSize(name="t", rows=ROWS, dim=DIM)], asked={"t": "row_wise"}, processes=1, sparse=kind)
+def made(kind: str, group: distributed.ProcessGroup, name: str = "t") -> Any:
+    plans = plan_tables([TableSize(name=name, rows=ROWS, dim=DIM)], asked={name: "row_wise"}, processes=1, sparse=kind)
     optimizer = SparseOptimizerSpec(kind=kind, lr=0.1)  # type: ignore[arg-type]
     return sharded.shard(
         {plan: ["f"] for plan in plans}, pooled=True, optimizer=optimizer, device=torch.device("cpu"), group=group
@@ -45,6 +45,12 @@ def test_each_tensor_that_an_optimizer_keeps_is_found_where_it_is(kind: str, gro
         piece.here.fill_(3.0)
         assert piece.everywhere(group).unique().tolist() == [3.0]
     assert found["weight"].pieces[0].sizes == (ROWS, DIM)
+
+
+def test_a_table_may_be_called_as_something_that_a_module_has(group: distributed.ProcessGroup) -> None:
+    found = sharded.divided_tensors(made("rowwise_adagrad", group, name="type"), "rowwise_adagrad")
+    assert {each.table for each in found} == {"type"}
+    assert all(each.pieces[0].here is not None for each in found)
 
 
 def test_a_key_that_nobody_knows_ends_the_run(group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from twinstep.spec.table_names import module_name, table_name
+
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
@@ -39,12 +41,14 @@ class EmbeddingTable(nn.Module):
 
 
 class EmbeddingCollection(nn.Module):
-    """Tables by name; parameters are `embeddings.{table}.weight`."""
+    """Tables by name; parameters are `embeddings.{table}.weight`, see `spec/table_names.py`."""
 
     def __init__(self, tables: Mapping[str, tuple[int, int]]) -> None:
         """Make a table of (rows, dim) per name, uninitialised."""
         super().__init__()
-        self.embeddings = nn.ModuleDict({name: EmbeddingTable(rows, dim) for name, (rows, dim) in tables.items()})
+        self.embeddings = nn.ModuleDict(
+            {module_name(name): EmbeddingTable(rows, dim) for name, (rows, dim) in tables.items()}
+        )
 
     def forward(self, table: str, ids: Tensor, valid: Tensor) -> Tensor:
         """Look `ids` up in `table`.
@@ -56,13 +60,17 @@ class EmbeddingCollection(nn.Module):
         Returns:
             [..., dim]; zeros where not valid, so that such an id adds exactly zero to its row's gradient.
         """
-        rows: Tensor = self.embeddings[table](torch.where(valid, ids, 0))
+        rows: Tensor = self.embeddings[module_name(table)](torch.where(valid, ids, 0))
         return torch.where(valid.unsqueeze(-1), rows, 0.0)
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
         """The tables by name, [rows, dim] each."""
-        return {name: table.weight for name, table in self.embeddings.items() if isinstance(table, EmbeddingTable)}
+        return {
+            table_name(name): table.weight
+            for name, table in self.embeddings.items()
+            if isinstance(table, EmbeddingTable)
+        }
 
     def bags(self, lookups: Sequence[Lookup]) -> list[Tensor]:
         """Return the sums of bags of one table, [samples, dim] each; all of them are one lookup."""

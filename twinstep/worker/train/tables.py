@@ -17,6 +17,7 @@ from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.slices import parse_slice
 from twinstep.spec.sparsecore import GENERATIONS
+from twinstep.spec.table_names import table_name
 from twinstep.worker.embedding.sparsecore.inputs import Ragged
 from twinstep.worker.embedding.sparsecore.limits import limits_from_batches, most_of
 from twinstep.worker.embedding.sparsecore.preprocess import Preprocessor
@@ -119,7 +120,7 @@ def _watched(model: nn.Module) -> Iterator[Lookups]:
 def _as_features(model: nn.Module, seen: list[Lookups], cores: Cores) -> tuple[StackPlan, list[dict[str, Ragged]]]:
     """Return the laid-out tables with limits, and each batch by feature; samples are filled up to the SparseCores."""
     sizes = {
-        name.split(".")[-2]: weight.shape
+        table_name(name.split(".")[-2]): weight.shape
         for name, weight in model.named_parameters()
         if name.endswith(".weight") and ".embeddings." in f".{name}"
     }

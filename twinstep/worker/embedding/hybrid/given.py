@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from twinstep.spec.table_names import module_name, table_name
 from twinstep.worker.embedding.collection import EmbeddingCollection, GivenCollection, Lookup, in_place_of_tables
 
 
@@ -20,14 +21,14 @@ class PartlyGivenCollection(GivenCollection):
 
     def forward(self, table: str, ids: Tensor, valid: Tensor) -> Tensor:
         """Answer a lookup of single rows."""
-        if table in self.embeddings:
+        if module_name(table) in self.embeddings:
             rows: Tensor = self._kept[0](table, ids, valid)
             return rows
         return super().forward(table, ids, valid)
 
     def bags(self, lookups: Sequence[Lookup]) -> list[Tensor]:
         """Answer lookups of bags of one table."""
-        return self._kept[0].bags(lookups) if lookups[0].table in self.embeddings else super().bags(lookups)
+        return self._kept[0].bags(lookups) if module_name(lookups[0].table) in self.embeddings else super().bags(lookups)
 
 
 def without(model: nn.Module, divided: Collection[str]) -> nn.Module:
@@ -35,7 +36,7 @@ def without(model: nn.Module, divided: Collection[str]) -> nn.Module:
     collection = find_collection(model)
     kept = EmbeddingCollection({})
     for name, table in collection.embeddings.items():
-        if name not in divided:
+        if table_name(name) not in divided:
             kept.embeddings[name] = table
     return in_place_of_tables(model, PartlyGivenCollection(kept))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from twinstep.spec.job import SparseOptimizerSpec
+from twinstep.spec.table_names import module_name, table_name
 from twinstep.worker.embedding.hybrid.plan import TablePlan
 
 with warnings.catch_warnings():
@@ -73,7 +74,7 @@ def shard(
         fused["weight_decay"] = optimizer.weight_decay
     sharder: Any = (EmbeddingBagCollectionSharder if pooled else EmbeddingCollectionSharder)(fused_params=fused)
     whole = _module(tables, pooled=pooled)
-    wanted = {plan.table.name: _placed(plan) for plan in tables}
+    wanted = {module_name(plan.table.name): _placed(plan) for plan in tables}
     with _quietly():
         found = construct_module_sharding_plan(
             whole, wanted, sharder, local_size=group.size(), world_size=group.size(), device_type=device.type
@@ -106,7 +107,7 @@ def _quietly() -> Iterator[None]:
 def _module(tables: Mapping[TablePlan, Sequence[str]], *, pooled: bool) -> nn.Module:
     common = [
         {
-            "name": t.table.name,
+            "name": module_name(t.table.name),
             "num_embeddings": t.table.rows,
             "embedding_dim": t.table.dim,
             "feature_names": list(names),
@@ -184,7 +185,7 @@ def divided_tensors(sharded: Sharded, kind: str) -> list[Divided]:
     """
     kept: dict[str, dict[str, Any]] = {}
     for path, entries in sharded.fused_optimizer.state_dict()["state"].items():
-        table = path.split(".")[-2]
+        table = table_name(path.split(".")[-2])
         kept[table] = {key.rpartition(".")[2]: tensor for key, tensor in entries.items()}
         if kept[table].keys() != STATE[kind].keys():
             raise RuntimeError(
@@ -192,7 +193,7 @@ def divided_tensors(sharded: Sharded, kind: str) -> list[Divided]:
             )
     found = []
     for path, tensor in sorted(sharded.state_dict().items()):
-        table = path.split(".")[-2]
+        table = table_name(path.split(".")[-2])
         shards = [each for each in tensor.metadata().shards_metadata if all(each.shard_sizes)]
         found.append(Divided(table, "weight", _pieces(shards, tensor, dims=2)))
         for key, name in STATE[kind].items():
