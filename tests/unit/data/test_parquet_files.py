@@ -284,6 +284,12 @@ def test_files_that_are_cut_off_or_of_the_wrong_form_are_named(tmp_path: Path) -
     write(path, PLAIN | {"user_id": [1.0, 2.0, 3.0, 4.0]})
     with pytest.raises(DataError, match=r"a.parquet: the column 'user_id' is double, not a whole number or text"):
         load(tmp_path)
+    table = pa.table(PLAIN)
+    pq.write_table(table.append_column("user_id", table.column("user_id")), path)
+    with pytest.raises(DataError, match=r"a.parquet has 2 columns 'user_id'"):
+        load(tmp_path, on_bad_row="skip")
+    pq.write_table(table.append_column("note", table.column("user_id")).append_column("note", table.column(1)), path)
+    assert len(load(tmp_path).events) == 4  # of columns that nobody asks for
     write(path, {name: values[:0] for name, values in PLAIN.items()} | {"rating": pa.array([], pa.float32())} | {
         name: pa.array([], pa.int64()) for name in ("user_id", "item_id", "timestamp")})  # fmt: skip
     with pytest.raises(DataError, match="holds no events"):
@@ -291,6 +297,35 @@ def test_files_that_are_cut_off_or_of_the_wrong_form_are_named(tmp_path: Path) -
     write(path, {name: values[:1] for name, values in PLAIN.items()})
     with pytest.raises(DataError, match="leaves no events"):
         load(tmp_path)
+
+
+def test_damage_anywhere_in_a_file_is_an_error_or_other_values_and_never_a_traceback(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", PLAIN) / "a.parquet"
+    whole = path.read_bytes()
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    refused = 0
+    for place in [*range(4, footer, 40), *range(footer, len(whole), 9)]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x97]) + whole[place + 1 :])
+        try:
+            load(tmp_path, on_bad_row="skip")
+        except DataError as error:
+            assert error.remedy  # noqa: PT017
+            refused += place >= footer
+    assert refused > 10
+    name = whole.index(b"user_id", footer)  # where the names are no text at all
+    path.write_bytes(whole.replace(b"user_id", b"user_\xff\xfe")[: len(whole)])
+    assert name > footer
+    with pytest.raises(DataError, match=r"a.parquet cannot be read as Parquet"):
+        load(tmp_path)
+
+
+def test_a_page_that_is_not_what_its_checksum_says_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", PLAIN, write_page_checksum=True, compression="none", use_dictionary=False)
+    whole = (path / "a.parquet").read_bytes()
+    at = whole.index(np.float64(3.5).tobytes())
+    (path / "a.parquet").write_bytes(whole[:at] + np.float64(2.5).tobytes() + whole[at + 8 :])
+    with pytest.raises(DataError, match=r"a.parquet cannot be read as Parquet"):
+        load(path, on_bad_row="skip")
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

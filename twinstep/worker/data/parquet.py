@@ -72,16 +72,15 @@ def _file(
     with file.reading(unpack=False) as stream:
         group = 0
         try:
-            parquet = pq.ParquetFile(stream)
-            kinds = {field.name: field.type for field in parquet.schema_arrow}
-            _check_kinds(file.name, kinds, columns)
+            parquet = pq.ParquetFile(stream, page_checksum_verification=True)  # of pages that have one
+            _check_kinds(file.name, parquet.schema_arrow, columns)
             for group in range(parquet.num_row_groups):
                 first = 1
                 for batch in parquet.iter_batches(batch_rows, row_groups=[group], columns=list(columns.names)):
                     rows = first + np.arange(len(batch), dtype=np.int64)
                     first += len(batch)
                     yield _Batch(file.name, rows, f"row group {group}, ", batch).convert(columns, bad, newest)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a name in the footer
             said = str(error).split("\n")[0][:200]
             raise DataError(
                 f"{file.name} cannot be read as Parquet (row group {group}): {said}",
@@ -89,8 +88,13 @@ def _file(
             ) from None
 
 
-def _check_kinds(file: str, kinds: dict[str, Any], columns: ColumnsSpec) -> None:
+def _check_kinds(file: str, schema: pa.Schema, columns: ColumnsSpec) -> None:
+    kinds = {field.name: field.type for field in schema}
     for name in columns.names:
+        if schema.names.count(name) > 1:
+            raise DataError(
+                f"{file} has {schema.names.count(name)} columns {name!r}", remedy="give each column a name of its own"
+            )
         if name not in kinds:
             raise DataError(
                 f"{file} lacks the column {name!r}; it has {', '.join(kinds)[:200]}",
