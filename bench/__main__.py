@@ -34,6 +34,8 @@ class Bench:
     module: str
     says: str
     """One line for --help."""
+    keeps: bool = False
+    """Whether it takes `--keep`."""
 
 
 BENCHES = {
@@ -56,7 +58,7 @@ BENCHES = {
         "bench.engine", "SparseCore engine: a step with preprocessing ahead of it over the slower of the two"
     ),
     "quality": Bench(
-        "bench.quality", "held-out AUC and NE of a tuned job over seeds, on both splits, beside baselines"
+        "bench.quality", "held-out AUC and NE of a tuned job over seeds, on both splits, beside baselines", keeps=True
     ),
 }
 
@@ -70,10 +72,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"bench: there is no benchmark named {options.name!r}", file=sys.stderr)
         print(f"fix: did you mean {near[0]!r}? there are: {', '.join(names)}", file=sys.stderr)
         return EXIT_USAGE
+    if options.keep is not None and not (options.name in BENCHES and BENCHES[options.name].keeps):
+        able = ", ".join(name for name, bench in BENCHES.items() if bench.keeps)
+        print(f"bench: {options.name} keeps nothing between calls\nfix: leave --keep out; {able} does", file=sys.stderr)
+        return EXIT_USAGE
     try:
         if options.name == ALL:
             return run_all(as_json=options.json)
-        return run_one(options.name, as_json=options.json)
+        return run_one(options.name, as_json=options.json, keep=options.keep)
     except TwinstepError as error:
         print(f"bench: {error.problem}\nfix: {error.remedy}", file=sys.stderr)
         return EXIT_FAILED
@@ -94,10 +100,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("name", metavar="NAME", help="a benchmark from the list below")
     made.add_argument("--json", action="store_true", help="end with one JSON line")
+    made.add_argument("--keep", type=Path, metavar="DIRECTORY", help="keep what is done there, and go on from it")
     return made
 
 
-def run_one(name: str, *, as_json: bool) -> int:
+def run_one(name: str, *, as_json: bool, keep: Path | None = None) -> int:
     """Run one benchmark here; 1 if its sides did not do the same work.
 
     Raises:
@@ -109,7 +116,7 @@ def run_one(name: str, *, as_json: bool) -> int:
     def say(text: str) -> None:
         errors.print(f"{name}: {text}", style="dim", highlight=False)
 
-    found: dict[str, Any] = module.run(say=say)
+    found: dict[str, Any] = module.run(say=say, **({} if keep is None else {"keep": keep}))
     Console(width=None if sys.stdout.isatty() else 120).print(module.table(found))
     if not found.get("equal", True):
         print("bench: the sides came to different results, so their times do not compare", file=sys.stderr)

@@ -2,13 +2,16 @@
 
 A seed sets the weights, the order of the samples and dropout, nothing else. Training is what `twinstep train` does; the
 job's settings were chosen on training events alone (see the spec). Baselines have no seed, so no spread.
+With `--keep DIRECTORY` each run's scores are kept there, and a later call with the same spec goes on from them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import yaml
 from rich.table import Table
 
 from bench.child import ROOT, Child
-from bench.measure import Say, result, seeds_spread
+from bench.measure import Say, as_line, as_page, result, seeds_spread, versions
 from twinstep.spec.job import JobSpec
 from twinstep.worker.train import run_spec
 
@@ -64,8 +67,11 @@ def full() -> Size:
     return Size(spec=spec)
 
 
-def run(size: Size | None = None, *, say: Say) -> dict[str, Any]:
+def run(size: Size | None = None, *, say: Say, keep: Path | None = None) -> dict[str, Any]:
     """Train and return the result.
+
+    Args:
+        keep: directory of the scores of runs that are done; they are not done again.
 
     Raises:
         TwinstepError: the dataset is missing, or a run failed.
@@ -77,7 +83,7 @@ def run(size: Size | None = None, *, say: Say) -> dict[str, Any]:
             for split in size.splits:
                 say(f"split by {split}, seed {seed}")
                 spec = job(size, split=split, seed=seed, cache_dir=Path(cache))
-                found[split].append(child.call("train", spec=spec))
+                found[split].append(kept(keep, spec, lambda spec: child.call("train", spec=spec)))
         ids = {
             split: child.call(
                 "logistic_regression", spec=job(size, split=split, seed=size.seeds[0], cache_dir=Path(cache))
@@ -100,6 +106,24 @@ def run(size: Size | None = None, *, say: Say) -> dict[str, Any]:
         "spec": dict(size.spec),
     }
     return result("quality", body, runs=len(size.seeds))
+
+
+def kept(keep: Path | None, spec: dict[str, Any], train: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Return the summary of a run: what is kept of the same spec and versions, or else what `train` gives now."""
+    if keep is None:
+        return train(spec)
+    told = {**spec, "compile": {"backend": spec["compile"]["backend"]}}  # its cache directory changes nothing
+    digest = hashlib.sha256(as_line({"spec": told, "versions": versions()}).encode()).hexdigest()[:16]
+    path = keep / f"{spec['data']['split']['by']}-{spec['train']['seed']}-{digest}.json"
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    summary = train(spec)
+    keep.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(as_page(summary))
+    unfinished.rename(path)
+    return summary
 
 
 def job(size: Size, *, split: str, seed: int, cache_dir: Path) -> dict[str, Any]:

@@ -56,6 +56,14 @@ def test_wrong_usage_exits_with_two(argv: list[str], capsys: pytest.CaptureFixtu
     assert "usage: scripts/bench" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["step", "all"])
+def test_what_keeps_nothing_between_calls_says_so(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([name, "--keep", str(tmp_path)]) == 2
+    assert "quality does" in capsys.readouterr().err
+
+
 def test_json_is_the_last_line_and_comes_after_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -141,6 +141,30 @@ def test_quality_trains_each_seed_on_each_split() -> None:
     assert "(item_mean)" in shown(quality.table(found))
 
 
+def test_what_quality_has_kept_is_not_done_again_but_for_another_spec(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def train(spec: dict[str, Any]) -> dict[str, Any]:
+        asked.append(spec["train"]["seed"])
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return {"auc": 0.7 + spec["train"]["seed"] / 100}
+
+    size = quality.Size(spec={**TINY, "train": {"steps": 2}}, backend="eager")
+
+    def done(seed: int, folder: str, **train_spec: int) -> dict[str, Any]:
+        spec = quality.job(size, split="user", seed=seed, cache_dir=tmp_path / folder)
+        return quality.kept(tmp_path / "keep", spec | {"train": spec["train"] | train_spec}, train)
+
+    assert done(1, "a") == {"auc": 0.71}
+    with pytest.raises(KeyboardInterrupt):
+        done(2, "a")
+    assert [done(1, "b"), done(2, "b")] == [{"auc": 0.71}, {"auc": 0.72}]  # where programs are cached changes nothing
+    assert asked == [1, 2, 2]
+    done(1, "a", steps=3)
+    assert asked == [1, 2, 2, 1]
+
+
 def test_the_specs_of_the_benchmarks_are_valid_jobs() -> None:
     for spec in (step.SPEC, recompile.SPEC, quality.full().spec):
         JobSpec.model_validate(spec)
