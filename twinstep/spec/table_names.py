@@ -11,8 +11,7 @@ import re
 
 MARK = "~"  # stands in no table's name, so that a marked name is no other table's
 _SPECIAL = re.compile(r"__.*__$")  # `__class__` and its kin
-TAKEN = frozenset(
-    """
+_TAKEN = """
     T_destination _apply _backward_hooks _backward_pre_hooks _buffers _call_impl _compiled_call_impl
     _forward_hooks _forward_hooks_always_called _forward_hooks_with_kwargs _forward_pre_hooks
     _forward_pre_hooks_with_kwargs _get_backward_hooks _get_backward_pre_hooks _get_name _is_full_backward_hook
@@ -28,8 +27,8 @@ TAKEN = frozenset(
     register_load_state_dict_pre_hook register_module register_parameter register_state_dict_post_hook
     register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule share_memory state_dict to
     to_empty train training type update values xpu zero_grad
-    """.split()
-)
+"""
+TAKEN = frozenset(_TAKEN.split())
 """Attributes of an `nn.ModuleDict`, held by test to be all there are."""
 
 

@@ -28,7 +28,8 @@ class PartlyGivenCollection(GivenCollection):
 
     def bags(self, lookups: Sequence[Lookup]) -> list[Tensor]:
         """Answer lookups of bags of one table."""
-        return self._kept[0].bags(lookups) if module_name(lookups[0].table) in self.embeddings else super().bags(lookups)
+        kept = module_name(lookups[0].table) in self.embeddings
+        return self._kept[0].bags(lookups) if kept else super().bags(lookups)
 
 
 def without(model: nn.Module, divided: Collection[str]) -> nn.Module:
