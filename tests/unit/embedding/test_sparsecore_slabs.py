@@ -1,19 +1,24 @@
 """Memory of buffers is taken again only when nothing holds a part of it, and holds nothing of the batch before; tasks
-are dealt out evenly, each once."""
+are dealt out evenly, each once, to threads that run beside one another."""
 
 import gc
+import itertools
+import os
+import threading
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinstep.worker.embedding.sparsecore.inputs import Dense
+from twinstep.worker.embedding.sparsecore.kernels.run import claim
 from twinstep.worker.embedding.sparsecore.limits import limits_from_batches
 from twinstep.worker.embedding.sparsecore.preprocess import Preprocessor
 from twinstep.worker.embedding.sparsecore.result import Slabs
 from twinstep.worker.embedding.sparsecore.spec import Cores, Feature, Table
 from twinstep.worker.embedding.sparsecore.stacking import plan_stacks
-from twinstep.worker.embedding.sparsecore.workers import EVEN, FEW, Workers
+from twinstep.worker.embedding.sparsecore.workers import FEW, TURNS, Workers
 
 SAMPLES, WIDTH = 64, 6
 
@@ -109,15 +114,72 @@ def test_few_slabs_are_kept_however_many_are_held_at_once():
     threads=st.integers(1, 4),
 )
 @settings(max_examples=100, deadline=None)
-def test_every_task_is_dealt_out_once_and_no_thread_gets_much_more_than_it_must(entries, threads):
+def test_every_task_is_in_one_run_and_no_run_is_much_more_than_its_part(entries, threads):
     workers = Workers(threads)
     try:
-        given_out = workers.share(np.array(entries, np.int64))
+        edges = workers.share(np.array(entries, np.int64))
     finally:
         workers.close()
-    assert sorted(np.concatenate(given_out).tolist()) == list(range(len(entries)))
-    assert len(given_out) <= threads
+    assert edges[0] == 0
+    assert edges[-1] == len(entries)
+    assert (np.diff(edges) > 0).all()
     total = sum(entries)
     if total >= FEW and threads > 1:
-        most = max(sum(entries[number] for number in each) for each in given_out)
-        assert most <= max(EVEN * total / threads, total / threads + max(entries))
+        most = max(sum(entries[low:high]) for low, high in itertools.pairwise(edges))
+        assert most <= total / (threads * TURNS) + max(entries)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_every_run_of_tasks_is_taken_once_however_many_threads_ask(threads):
+    workers, taken = Workers(threads), []
+
+    def work(turns, _scratch):
+        while (run := tuple(claim(turns))) != (0, 0):
+            taken.append(run)
+
+    try:
+        for _ in range(20):
+            taken.clear()
+            workers.run(np.arange(0, 303, 3), work)
+            assert sorted(taken) == [(at, at + 3) for at in range(0, 300, 3)]
+    finally:
+        workers.close()
+
+
+def test_a_fault_in_one_thread_is_told_once_all_have_stopped():
+    workers, running = Workers(3), []
+
+    def work(turns, scratch):
+        running.append(scratch)
+        try:
+            while tuple(claim(turns)) != (0, 0):
+                raise ValueError("a fault")
+        finally:
+            running.remove(scratch)
+
+    try:
+        with pytest.raises(ValueError, match="a fault"):
+            workers.run(np.arange(20), work)
+        assert not running
+    finally:
+        workers.close()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_threads_are_placed_off_the_processor_that_gives_them_work():
+    workers, places = Workers(2), []
+    meet = threading.Barrier(2)
+
+    def work(_turns, _scratch):
+        meet.wait(30)  # so that both threads take part
+        places.append((threading.current_thread().name.startswith("sparsecore"), os.sched_getaffinity(0)))
+
+    before = os.sched_getaffinity(0)
+    try:
+        for _ in range(3):
+            workers.run(np.arange(3), work)
+    finally:
+        workers.close()
+    assert os.sched_getaffinity(0) == before
+    assert all(len(place) < len(before) for pooled, place in places[-2:] if pooled)
+    assert all(place == before for pooled, place in places if not pooled)

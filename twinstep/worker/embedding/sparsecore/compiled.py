@@ -87,7 +87,16 @@ class _Cache(caching.FunctionCache):
 
 def kernel(function: Function) -> Function:
     """Compile `function` at its first call, or load it from disk."""
-    made: Any = numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+    return _compiled(function)
+
+
+def inlined(function: Function) -> Function:
+    """Do as `kernel`, and put the code wherever it is called, so that the loop around it runs in vector registers."""
+    return _compiled(function, forceinline=True)
+
+
+def _compiled(function: Function, **options: Any) -> Function:
+    made: Any = numba.njit(nogil=True, error_model="numpy", boundscheck=False, **options)(function)
     with contextlib.suppress(RuntimeError):  # no directory can be written
         made._cache = _Cache(made.py_func)  # type: ignore[no-untyped-call]
     typed: Function = made
@@ -103,5 +112,16 @@ def _pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), build
 
 
+def _fetch_add(typing_context: Any, address: Any) -> Any:
+    """Add 1 to the int64 at an address, at once with other threads; return what was there."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], context.get_value_type(types.CPointer(types.int64)))  # type: ignore[no-untyped-call]
+        return builder.atomic_rmw("add", place, context.get_constant(types.int64, 1), "monotonic")
+
+    return types.int64(types.uintp), build
+
+
 pointer: Any = intrinsic(_pointer)
+fetch_add: Any = intrinsic(_fetch_add)
 carray: Any = numba.carray  # type: ignore[attr-defined]

@@ -45,19 +45,19 @@ from twinstep.worker.embedding.sparsecore.kernels.columns import (
     T_STALE,
 )
 from twinstep.worker.embedding.sparsecore.kernels.run import (
+    run_arrange,
     run_block_samples,
-    run_count_buckets,
-    run_require_buckets,
+    run_mark_buckets,
     run_sorted,
     run_split_entries,
     run_whole,
     run_write,
     run_write_block,
-    run_write_buckets,
+    run_write_minibatches,
 )
 from twinstep.worker.embedding.sparsecore.minibatches import minibatch_of_bucket
 from twinstep.worker.embedding.sparsecore.result import Preprocessed, Slabs, Split, Statistics, fresh
-from twinstep.worker.embedding.sparsecore.stacking import Stack, StackPlan
+from twinstep.worker.embedding.sparsecore.stacking import MAX_SAMPLES_PER_DEVICE, Stack, StackPlan
 from twinstep.worker.embedding.sparsecore.tables import Tables, Template, aligned, cores_of, partitions
 from twinstep.worker.embedding.sparsecore.workers import Scratch, Workers
 
@@ -196,14 +196,14 @@ class Preprocessor:
         gained = max(most, int(tables.stacks[:, S_SAMPLES].max())) if self._any_gains(tables) else 1
         weighted = most if tables.stacks[:, S_WEIGHTED].any() else 1
 
-        def work(chosen: Array, scratch: Scratch) -> None:
+        def work(turns: Array, scratch: Scratch) -> None:
             own = (
                 scratch.take("entries", np.uint64, most),
                 scratch.take("gains", np.float32, gained),
                 scratch.take("samples", np.int32, weighted),
             )
             spare = scratch.take("spare", np.uint64, most)
-            run_whole(chosen, tables.given, self._cores, own, spare, scratch.counts, tables.out)
+            run_whole(turns, tables.given, self._cores, own, spare, scratch.counts, tables.out)
 
         self._workers.run(self._workers.share(tables.tasks[:, T_ENTRIES]), work)
         if not tables.found[:, O_OUTSIDE].any():
@@ -222,9 +222,9 @@ class Preprocessor:
         )
         most = int(tables.tasks[:, T_ENTRIES].max())
 
-        def work(chosen: Array, own: Scratch) -> None:
+        def work(turns: Array, own: Scratch) -> None:
             spare = own.take("spare", np.uint64, most)
-            run_sorted(chosen, tables.given, self._cores, kept, spare, own.counts, tables.out)
+            run_sorted(turns, tables.given, self._cores, kept, spare, own.counts, tables.out)
 
         self._workers.run(self._workers.share(tables.tasks[:, T_ENTRIES]), work)
         return tables, kept
@@ -236,38 +236,45 @@ class Preprocessor:
         self._template.set_begins(tables, tables.found[:, O_REQUIRED], ends=True)
         self._workers.run(
             self._workers.share(tables.tasks[:, T_ENTRIES]),
-            lambda chosen, _: run_write(chosen, tables.given, self._cores, kept, tables.out),
+            lambda turns, _: run_write(turns, tables.given, self._cores, kept, tables.out),
         )
         self._check_overflow(tables)
         return buffers
 
     def _by_vocabulary(self, tables: Tables, kept: Any, outside: dict[str, int]) -> Preprocessed:
-        most, shards = int(tables.tasks[:, T_ENTRIES].max()), self.plan.cores.count
-        scratch = self._workers.scratch[0]
-        buckets = scratch.take("buckets", np.uint8, len(kept[0]))
-        sizes = np.zeros((len(tables.tasks), BUCKETS, shards), np.int32)
-        masks = np.zeros(len(tables.tasks), np.uint64), np.zeros((len(tables.tasks), 4), np.int64)
+        most, tasks = int(tables.tasks[:, T_ENTRIES].max()), len(tables.tasks)
+        if most > MAX_SAMPLES_PER_DEVICE and tables.stacks[:, S_WEIGHTED].any():  # places of arrival, beside a bucket
+            raise DataError(
+                f"a SparseCore asks for {most} ids with weights, and {MAX_SAMPLES_PER_DEVICE} can be split",
+                remedy="give smaller batches, or split along samples",
+            )
+        masks = np.zeros(tasks, np.uint64), np.zeros((tasks, 4), np.int64)
         shares = self._workers.share(tables.tasks[:, T_ENTRIES])
 
-        def measure(chosen: Array, own: Scratch) -> None:
-            columns = own.take("columns", np.uint64, most)
-            run_count_buckets(chosen, tables.given, self._cores, kept, columns, buckets, tables.out, sizes, masks)
+        def mark(turns: Array, own: Scratch) -> None:
+            columns = own.take("spare", np.uint64, most)
+            run_mark_buckets(turns, tables.given, self._cores, kept, columns, tables.out, masks)
 
-        self._workers.run(shares, measure)
+        self._workers.run(shares, mark)
         mask = int(np.bitwise_or.reduce(masks[0]))
         minibatch = minibatch_of_bucket(self._agree(2 * self._asked + 1, mask))
         count = int(minibatch[-1]) + 1
         if tables.found[:, O_DROPPED].any() and not self.policy.allow_id_dropping:
             raise self._bucket_error(tables, masks[1])
-        required = np.empty(len(tables.tasks), np.int64)
-        self._workers.run(shares, lambda chosen, _: run_require_buckets(chosen, sizes, minibatch, count, required))
+        required = np.empty(tasks, np.int64)
+
+        def place(turns: Array, own: Scratch) -> None:
+            spare = own.take("spare", np.uint64, most)
+            run_arrange(turns, tables.given, self._cores, kept, spare, tables.out, minibatch, required)
+
+        self._workers.run(shares, place)
         buffers = fresh(self._shapes(BUCKETS, self._slots))
         self._template.set_buffers(tables, buffers, pooled=True)
         self._template.set_begins(tables, required, ends=False)
         self._workers.run(
             shares,
-            lambda chosen, _: run_write_buckets(
-                chosen, tables.given, self._cores, kept, buckets, tables.out, sizes, minibatch, count
+            lambda turns, _: run_write_minibatches(
+                turns, tables.given, self._cores, kept, tables.out, minibatch, count
             ),
         )
         self._check_overflow(tables)
@@ -280,9 +287,9 @@ class Preprocessor:
         found = np.zeros(len(tables.tasks), np.int64)
         shares = self._workers.share(tables.tasks[:, T_ENTRIES])
 
-        def cut(chosen: Array, own: Scratch) -> None:
+        def cut(turns: Array, own: Scratch) -> None:
             spare = own.take("arrivals", np.int64, 2 * most)[: 2 * most].reshape(2, most)
-            run_block_samples(chosen, tables.given, self._cores, kept, spare, tables.out, blocks, found)
+            run_block_samples(turns, tables.given, self._cores, kept, spare, tables.out, blocks, found)
 
         self._workers.run(shares, cut)
         if found.min() < 0:
@@ -290,9 +297,9 @@ class Preprocessor:
         count = int(found.max())
         edges = np.zeros((len(tables.tasks), count + 1), np.int64)
 
-        def split(chosen: Array, own: Scratch) -> None:
+        def split(turns: Array, own: Scratch) -> None:
             spare = own.take("spare", np.uint64, most)
-            run_split_entries(chosen, tables.given, kept, spare, blocks, count, edges, tables.out)
+            run_split_entries(turns, tables.given, kept, spare, blocks, count, edges, tables.out)
 
         self._workers.run(shares, split)
         whole = replace(tables, ids=tables.ids.copy(), unique=tables.unique.copy(), found=tables.found.copy())
@@ -302,8 +309,8 @@ class Preprocessor:
             self._template.set_buffers(tables, buffers, pooled=False)
             self._workers.run(
                 shares,
-                lambda chosen, _, at=block: run_write_block(  # type: ignore[misc]
-                    chosen, tables.given, self._cores, kept, edges, at, tables.out
+                lambda turns, _, at=block: run_write_block(  # type: ignore[misc]
+                    turns, tables.given, self._cores, kept, edges, at, tables.out
                 ),
             )
             self._check_overflow(tables)
