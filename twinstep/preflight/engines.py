@@ -22,7 +22,8 @@ from twinstep.preflight.tokens import SPARSE_ROWS_PER_ID, batch_ids
 from twinstep.preflight.words import gib
 from twinstep.spec.job import JobSpec
 from twinstep.spec.sparsecore import GENERATIONS
-from twinstep.spec.sparsecore_memory import FACTS, DeviceBytes, Generation, StackShape, device_bytes
+from twinstep.spec.sparsecore_memory import DeviceBytes, Generation, StackShape, device_bytes
+from twinstep.spec.topology import TPUS
 
 FLOAT = 4
 TABLE_GRADIENTS = "table gradients"
@@ -157,7 +158,7 @@ def _sparsecore(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], w
     )
     return EngineBytes(
         state=tuple(state),
-        words=f"sparsecore: shares of {FACTS[generation].per_device * where.devices} SparseCores, padded",
+        words=f"sparsecore: shares of {TPUS[generation].sparse_cores_per_device * where.devices} SparseCores, padded",
         parts=parts,
         refused=_tile(taken, where),
     )
@@ -187,7 +188,7 @@ def _tile(taken: DeviceBytes, where: Where) -> tuple[Problem, ...]:
 def stack_shapes(spec: JobSpec, shape: DataShape, where: Where) -> list[StackShape]:
     """Return each table as a stack of its own: what stacking adds is little, and never less than this."""
     generation: Generation = getattr(spec.accelerator, "generation", "v5p")
-    cores = FACTS[generation].per_device * where.devices
+    cores = TPUS[generation].sparse_cores_per_device * where.devices
     ids, slots = batch_ids(spec, shape), slots_of(spec.optimizers.sparse)[0]
     slots = 1 if spec.optimizers.sparse.kind == "rowwise_adagrad" else slots
     given = _given_limits(spec)

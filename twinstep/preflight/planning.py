@@ -51,9 +51,7 @@ def plan_spec(spec: JobSpec, *, seen: Mapping[str, Any] | None = None) -> TableP
 
 def _sparse_cores(spec: JobSpec) -> int:
     generation = getattr(spec.accelerator, "generation", None)
-    if generation not in GENERATIONS:
-        return 0
-    return TPUS[generation].sparse_cores // TPUS[generation].devices_per_chip
+    return TPUS[generation].sparse_cores_per_device if generation in GENERATIONS else 0
 
 
 def table_uses(spec: JobSpec, seen: Mapping[str, Any] | None = None) -> list[TableUse]:

@@ -17,7 +17,7 @@ def catalogue(*, up_to: int = LISTED_CHIPS) -> dict[str, list[dict[str, Any]]]:
                 "hbm_gib": tpu.hbm_bytes // GIB,
                 "tensor_cores_per_chip": tpu.tensor_cores,
                 "devices_per_chip": tpu.devices_per_chip,
-                "sparse_cores_per_chip": tpu.sparse_cores,
+                "sparse_cores_per_chip": tpu.usable_sparse_cores,
                 "max_chips": tpu.max_chips,
                 "source": tpu.source,
                 "slices": [

@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt
 
 from twinstep.spec.base import Spec
+from twinstep.spec.topology import TPUS
 
-GENERATIONS = ("v5p", "v6e", "v7x")
-"""Generations whose SparseCores can be programmed; v4's have no public interface, v5e has none."""
+GENERATIONS = tuple(name for name, tpu in TPUS.items() if tpu.usable_sparse_cores)
+"""Generations whose SparseCores can be programmed."""
 
 
 class SparseCoreFlags(Spec):

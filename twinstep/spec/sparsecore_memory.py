@@ -1,8 +1,9 @@
 """How much memory embedding tables take on a SparseCore device, by generation, before anything is compiled.
 
 Tables, buffers and activations are counted exactly. What the compiler takes beside them is modelled from its own memory
-reports; `tests/unit/embedding/test_sparsecore_tpu.py` holds the model to libtpu 0.0.42.1 for v5p and v6e: never too
-low, too high by at most `DeviceBytes.margin`. What a tile holds is a rule of thumb, and held to nothing yet.
+reports; `tests/unit/embedding/test_sparsecore_tpu.py` holds the model to libtpu 0.0.42.1 for v5p, v6e and v7x: never
+too low, too high by at most `DeviceBytes.margin`. For v4 nothing can be compiled (`topology.TPUS`), so its numbers are
+held to nothing. What a tile holds is a rule of thumb, and held to nothing yet.
 
 Legend: N SparseCores, S of a device; W stored width; B stacked samples of a SparseCore; U max_unique_ids_per_partition.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from twinstep.spec.topology import TPUS
 
 Generation = Literal["v4", "v5p", "v6e", "v7x"]
 FLOAT = 4  # bytes; tables, slots and activations are float32
@@ -26,14 +29,12 @@ RESERVED = 64 * KIB  # that a program with SparseCore work takes in any case; me
 class SparseCoreFacts:
     """One generation; None where nobody has published the number."""
 
-    per_device: int
-    """S: SparseCores of one JAX device."""
     tiles: int
     tile_bytes: int | None
     """Memory of one tile (TileSpmem)."""
     copies_activations: bool
     """Whether activations and gradients are copied between the SparseCore's layout and the TensorCore's, whose rows are
-    whole lanes. Measured for v5p (yes) and v6e (no); taken to be so for the others, which asks for more."""
+    whole lanes. Measured for v5p (yes), v6e and v7x (no); taken to be so for v4, which asks for more."""
     source: str
 
 
@@ -42,31 +43,27 @@ _DOCS = "cloud.google.com/tpu/docs"
 _INFO = "jax 0.12, jax/_src/tpu_info.py"
 FACTS: dict[Generation, SparseCoreFacts] = {
     "v4": SparseCoreFacts(
-        per_device=4,
         tiles=16,
         tile_bytes=None,
         copies_activations=True,
         source=f"{_GUIDE}; {_DOCS}/v4",
     ),
     "v5p": SparseCoreFacts(
-        per_device=4,
         tiles=16,
         tile_bytes=512 * KIB,
         copies_activations=True,
         source=f"{_INFO}; {_DOCS}/v5p",
     ),
     "v6e": SparseCoreFacts(
-        per_device=2,
         tiles=16,
         tile_bytes=256 * KIB,
         copies_activations=False,
         source=f"{_INFO}; {_DOCS}/v6e",
     ),
     "v7x": SparseCoreFacts(
-        per_device=2,
         tiles=16,
         tile_bytes=512 * KIB,
-        copies_activations=True,
+        copies_activations=False,
         source=f"{_INFO}; {_DOCS}/tpu7x",
     ),
 }
@@ -130,16 +127,16 @@ def device_bytes(generation: Generation, stacks: Sequence[StackShape]) -> Device
         generation: of the TPU.
         stacks: all that one device holds a part of; not packed.
     """
-    facts = FACTS[generation]
+    facts, cores = FACTS[generation], TPUS[generation].sparse_cores_per_device
     tables = inputs = activations = forward = backward = margin = tile = 0
     for each in stacks:
-        count = facts.per_device * each.devices
+        count = cores * each.devices
         width = _up(each.width, ROW_ALIGN)
         rows = _up(each.rows, ROW_ALIGN * count) // count
-        tables += facts.per_device * rows * width * FLOAT * (1 + each.slots)
-        slots = facts.per_device * count * _up(each.max_ids, ROW_ALIGN)
-        inputs += slots * COO_BYTES + facts.per_device * max(count, ROW_ALIGN) * 4
-        samples = facts.per_device * each.samples_per_core
+        tables += cores * rows * width * FLOAT * (1 + each.slots)
+        slots = cores * count * _up(each.max_ids, ROW_ALIGN)
+        inputs += slots * COO_BYTES + cores * max(count, ROW_ALIGN) * 4
+        samples = cores * each.samples_per_core
         mine = samples * width * FLOAT
         activations += mine
         copied = samples * _up(width, LANES) * FLOAT if facts.copies_activations else 0

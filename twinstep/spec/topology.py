@@ -16,6 +16,7 @@ CUBE = 64  # chips of a 4x4x4 cube, the unit that larger 3-D slices are built fr
 LISTED_CHIPS = 1024  # largest slice that a list for people names; larger ones are valid too
 
 _GKE = "cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus"
+_ISCA = "Jouppi et al., TPU v4, ISCA 2023, arXiv 2304.01433"
 _TPU = "cloud.google.com/tpu/docs/system-architecture-tpu-vm"
 _GPU = "cloud.google.com/compute/docs/gpus"
 
@@ -49,7 +50,7 @@ class TpuGeneration:
     devices_per_chip: int
     """JAX devices a chip shows up as."""
     sparse_cores: int
-    """SparseCores per chip that embedding tables can use; 0: none."""
+    """SparseCores per chip, whether or not anyone can program them; 0: none."""
     dims: int
     """Numbers in a topology."""
     max_chips: int
@@ -59,6 +60,18 @@ class TpuGeneration:
     compiler_devices: int = 1
     """Devices per chip in the compiler's own topologies; v4's are two cores, though JAX joins them on hardware."""
     source: str
+    sparse_cores_closed: bool = False
+    """Nobody outside Google can program its SparseCores."""
+
+    @property
+    def usable_sparse_cores(self) -> int:
+        """SparseCores per chip that embedding tables can use."""
+        return 0 if self.sparse_cores_closed else self.sparse_cores
+
+    @property
+    def sparse_cores_per_device(self) -> int:
+        """SparseCores of one JAX device."""
+        return self.sparse_cores // self.devices_per_chip
 
     @property
     def chips_per_host(self) -> tuple[int, ...]:
@@ -94,8 +107,8 @@ TPUS: dict[str, TpuGeneration] = {
     for each in (
         TpuGeneration(
             name="v4", label="tpu-v4-podslice", machines=(Machine("ct4p-hightpu-4t", 4, 240, 407),),
-            hbm_bytes=32 * GIB, tensor_cores=2, devices_per_chip=1, sparse_cores=0, dims=3, max_chips=64 * CUBE,
-            compiler_name="v4", compiler_devices=2, source=f"{_GKE}; {_TPU}",
+            hbm_bytes=32 * GIB, tensor_cores=2, devices_per_chip=1, sparse_cores=4, dims=3, max_chips=64 * CUBE,
+            compiler_name="v4", compiler_devices=2, sparse_cores_closed=True, source=f"{_GKE}; {_TPU}; {_ISCA}",
         ),
         TpuGeneration(
             name="v5e", label="tpu-v5-lite-podslice",
@@ -130,7 +143,12 @@ TPUS: dict[str, TpuGeneration] = {
         ),
     )
 }  # fmt: skip
-"""TPU generations by name. v4's SparseCores have no public programming interface, so tables cannot use them."""
+"""TPU generations by name; nowhere else is the number of their SparseCores written.
+
+v4 has four (the ISCA paper) that nobody outside can program: jax-tpu-embedding's NUM_SC_PER_DEVICE_MAP does not list
+it, jax's tpu_info.py gives it no sparse core, and libtpu 0.0.42.1 compiles no SparseCore work for it ("Only Megachip
+mode is supporting mixed device type computations"). The numbers of the others are those of both.
+"""
 
 GPUS: dict[str, GpuModel] = {
     each.name: each

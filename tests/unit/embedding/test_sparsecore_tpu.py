@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from twinstep.spec.sparsecore import SparseCoreFlags, libtpu_arguments
+from twinstep.spec.sparsecore import GENERATIONS, SparseCoreFlags, libtpu_arguments
 from twinstep.spec.sparsecore_memory import StackShape, device_bytes
+from twinstep.spec.topology import TPUS
 from twinstep.worker.compile.aot import ENVIRONMENT
 
 HERE = Path(__file__).parent
@@ -63,11 +64,15 @@ GRID: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize(("topology", "generation", "cores"), [("v5p:2x2x1", "v5p", 4), ("v6e:2x2", "v6e", 2)])
-def test_the_memory_model_holds_against_the_compiler(topology: str, generation: Any, cores: int) -> None:
+@pytest.mark.parametrize(
+    ("topology", "generation", "devices"), [("v5p:2x2x1", "v5p", 4), ("v6e:2x2", "v6e", 4), ("tpu7x:2x2x1", "v7x", 8)]
+)
+def test_the_memory_model_holds_against_the_compiler(topology: str, generation: Any, devices: int) -> None:
+    cores = TPUS[generation].sparse_cores_per_device
     flags = libtpu_arguments(SparseCoreFlags(detect_nan=True, serialized_tables=1)) if generation == "v6e" else ""
-    report = found(compiled(topology, cores, *map(json.dumps, GRID), flags=flags))
-    for case in GRID:
+    grid = GRID if generation == "v5p" else GRID[1:]
+    report = found(compiled(topology, cores, *map(json.dumps, grid), flags=flags))
+    for case in grid:
         there = report[json.dumps(case)]
         shape = StackShape(
             rows=case.get("rows", 20_000),
@@ -76,7 +81,7 @@ def test_the_memory_model_holds_against_the_compiler(topology: str, generation: 
             samples_per_core=case["samples"],
             max_ids=case["max_ids"],
             max_unique=case["max_unique"],
-            devices=4,
+            devices=devices,
         )
         ours = device_bytes(generation, [shape])
         assert ours.tables == there["forward"]["tables"]
@@ -85,6 +90,26 @@ def test_the_memory_model_holds_against_the_compiler(topology: str, generation: 
         # A copy of a table beside the rest would show.
         assert there["forward"]["temp"] < there["forward"]["tables"] * 1.2
         assert ours.fits_tile
+
+
+def test_one_table_has_the_sparse_cores_that_their_software_knows() -> None:
+    from jax._src.pallas.mosaic.tpu_info import ChipVersion
+    from jax._src.pallas.mosaic.tpu_info import get_tpu_info_for_chip as facts_of
+    from jax_tpu_embedding.sparsecore.utils.utils import NUM_SC_PER_DEVICE_MAP
+
+    theirs = {"v5p": "TPU v5", "v6e": "TPU v6 lite", "v7x": "TPU7x"}
+    assert {name: TPUS[name].sparse_cores_per_device for name in theirs} == {
+        name: NUM_SC_PER_DEVICE_MAP[kind] for name, kind in theirs.items()
+    }
+    assert set(GENERATIONS) == set(theirs)
+    assert not any("v4" in kind for kind in NUM_SC_PER_DEVICE_MAP)
+    assert facts_of(ChipVersion.TPU_V4, 1).sparse_core is None
+
+
+def test_nobody_can_program_the_sparse_cores_of_a_v4() -> None:
+    run = compiled("v4:2x2x1", TPUS["v4"].sparse_cores_per_device, "packed_sgd")
+    assert run.returncode != 0
+    assert "mixed device type computations" in run.stderr
 
 
 def test_a_flag_that_libtpu_does_not_know_is_noticed() -> None:

@@ -18,6 +18,7 @@ from twinstep.spec.job import JobSpec
 from twinstep.spec.slices import parse_slice
 from twinstep.spec.sparsecore import GENERATIONS
 from twinstep.spec.table_names import table_name
+from twinstep.spec.topology import TPUS
 from twinstep.worker.embedding.sparsecore.inputs import Ragged
 from twinstep.worker.embedding.sparsecore.limits import limits_from_batches, most_of
 from twinstep.worker.embedding.sparsecore.preprocess import Preprocessor
@@ -27,9 +28,6 @@ from twinstep.worker.embedding.sparsecore.stacking import FLOAT_BYTES, StackPlan
 if TYPE_CHECKING:
     from torch import nn
 
-# (JAX devices of a chip, SparseCores of a device), by generation; v5e has none. Sources: jax-tpu-embedding's
-# NUM_SC_PER_DEVICE_MAP; for v4 Jouppi et al., "TPU v4", ISCA 2023.
-SPARSE_CORES = {"v4": (1, 4), "v5p": (1, 4), "v6e": (1, 2), "v7x": (2, 2)}
 ELSEWHERE = Cores(devices=4, per_device=4)
 """Where a spec names no TPU: a host of v5p."""
 Lookups = dict[str, list[tuple[Any, Any]]]
@@ -44,11 +42,8 @@ def cores_of_spec(spec: JobSpec) -> Cores:
     given = spec.accelerator
     if not isinstance(given, TpuSpec):
         return ELSEWHERE
-    if given.generation not in SPARSE_CORES:
-        raise SpecError(f"{given.generation} has no SparseCores", remedy=f"name one of {', '.join(SPARSE_CORES)}")
-    devices, per_device = SPARSE_CORES[given.generation]
     chips = int(np.prod([int(each) for each in given.topology.split("x")])) * given.slices
-    return Cores(devices=chips * devices, per_device=per_device)
+    return _cores(given.generation, chips * TPUS[given.generation].devices_per_chip)
 
 
 def cores_of_slice(topology: str) -> Cores:
@@ -58,11 +53,18 @@ def cores_of_slice(topology: str) -> Cores:
         SpecError: there is no such slice, or its chips have none.
     """
     target = parse_slice(topology)
-    if target.generation not in GENERATIONS:
+    return _cores(target.generation, target.devices)
+
+
+def _cores(generation: str, devices: int) -> Cores:
+    tpu = TPUS[generation]
+    if not tpu.usable_sparse_cores:
+        closed = f"nobody can program the SparseCores of {generation}"
         raise SpecError(
-            f"nobody can program SparseCores of {target.generation}", remedy=f"name one of {', '.join(GENERATIONS)}"
+            closed if tpu.sparse_cores else f"{generation} has no SparseCores",
+            remedy=f"name one of {', '.join(GENERATIONS)}",
         )
-    return Cores(devices=target.devices, per_device=SPARSE_CORES[target.generation][1])
+    return Cores(devices=devices, per_device=tpu.sparse_cores_per_device)
 
 
 def look_at_tables(spec: JobSpec, *, cores: Cores | None = None, batches: int = 4) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def _tpu(spec: JobSpec, accelerator: TpuSpec, context: RenderContext) -> tuple[O
         "pods": shape.hosts,
         "processes": shape.hosts,
         "devices": shape.devices,
-        "sparse_cores": shape.chips * tpu.sparse_cores,
+        "sparse_cores": shape.chips * tpu.usable_sparse_cores,
         "hbm_bytes": shape.chips * tpu.hbm_bytes,
     }
 
