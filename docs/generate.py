@@ -45,6 +45,7 @@ RULES = (
     ("data.synthetic.item_features", "none of these, nor of `data.synthetic.user_features`"),
     ("data.features", "each once; one of the dataset's"),
     ("data.uih_budget", "at most `data.uih_len`: no history could fill a larger one"),
+    ("data.eval_candidates", "at most `data.num_candidates`; null for datasets of rows"),
     *(
         (f"optimizers.*.{name}", f"another value than the default with `kind: {'`, `'.join(kinds)}` only")
         for name, kinds in OPTIMIZER_SETTINGS.items()

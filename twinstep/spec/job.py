@@ -33,6 +33,7 @@ DatasetName = Literal[
 ]
 DATASETS_OF_FILES = ("ml-1m", "ml-20m", "kuairand-1k", "streaming", "parquet", "criteo")
 """Datasets that are read from `data.path`; the others need no files of the user's."""
+AT_MOST = {"uih_budget": "uih_len", "eval_candidates": "num_candidates"}  # fields that are no larger than another
 DataPath = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 RowsByName = Annotated[dict[FieldName, Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]], Field(max_length=MAX_TABLES)]
 
@@ -86,6 +87,9 @@ class DataSpec(Spec):
     """UIH tokens per sample on average: a batch holds exactly batch_size × uih_budget; null means uih_len."""
     num_candidates: Annotated[StrictInt, Field(ge=1, le=1024)] = 8
     """K: candidate slots per sample."""
+    eval_candidates: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
+    """Candidates per held-out sample, whose history ends before the first of them; null means num_candidates. With 1
+    each held-out event is scored with all that its user did before it, at the price of a history each."""
     prefetch: Annotated[StrictInt, Field(ge=1, le=256)] = 2
     """Batches that lie ready ahead of the step; each packer may hold one more."""
     loader_workers: Annotated[StrictInt, Field(ge=0, le=64)] = 0
@@ -110,7 +114,7 @@ class DataSpec(Spec):
             raise PydanticCustomError("between_fields", "has no effect with dataset: {dataset}", said)
         return value
 
-    @field_validator("hash_rows", "cache_dir", "vocabulary", "unlisted")
+    @field_validator("hash_rows", "cache_dir", "vocabulary", "unlisted", "eval_candidates")
     @classmethod
     def _dataset_looks_at_it(cls, value: Any, info: ValidationInfo) -> Any:
         dataset, name = info.data.get("dataset"), info.field_name or ""
@@ -158,17 +162,20 @@ class DataSpec(Spec):
         return value
 
     # A rule between fields stands at the field to be changed, after the field it looks at: the error then names it.
-    @field_validator("uih_budget")
+    @field_validator(*AT_MOST)
     @classmethod
-    def _budget_fits(cls, value: int | None, info: ValidationInfo) -> int | None:
-        most = info.data.get("uih_len")  # not there where it is not valid itself
+    def _at_most_the_other(cls, value: int | None, info: ValidationInfo) -> int | None:
+        other = AT_MOST[info.field_name or ""]
+        most = info.data.get(other)  # not there where it is not valid itself
         if value is not None and most is not None and value > most:
-            raise PydanticCustomError(
-                "between_fields",
-                "is more than data.uih_len: no history could fill it",
-                {"allowed": f"at most {most}, which is data.uih_len", "nearest": most},
-            )
+            said = {"other": other, "allowed": f"at most {most}, which is data.{other}", "nearest": most}
+            raise PydanticCustomError("between_fields", "is more than data.{other}: nothing could fill it", said)
         return value
+
+    @property
+    def eval_slots(self) -> int:
+        """Candidate slots per held-out sample."""
+        return self.eval_candidates or self.num_candidates
 
     @property
     def uih_tokens(self) -> int:
@@ -176,16 +183,17 @@ class DataSpec(Spec):
         return self.batch_size * (self.uih_budget or self.uih_len)
 
 
+DATASETS_OF_ROWS = ("synthetic-clicks", "criteo")
+"""Datasets of rows with dense and multi-hot features, which `dlrm` takes; the others hold histories, for `dlrmv3`."""
+
 DATA_SETTINGS = {
     "hash_rows": ("parquet", "criteo"),
     "cache_dir": ("criteo",),
     "vocabulary": ("parquet",),
     "unlisted": ("parquet",),
+    "eval_candidates": tuple(name for name in get_args(DatasetName) if name not in DATASETS_OF_ROWS),
 }
 """Which datasets look at a setting; others refuse it."""
-
-DATASETS_OF_ROWS = ("synthetic-clicks", "criteo")
-"""Datasets of rows with dense and multi-hot features, which `dlrm` takes; the others hold histories, for `dlrmv3`."""
 
 OPTIMIZER_SETTINGS = {
     "momentum": ("sgd",),

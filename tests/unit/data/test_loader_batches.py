@@ -115,6 +115,29 @@ def test_evaluation_covers_every_held_out_event_once_and_fills_up_with_dummy_row
     assert positives == float((dataset.events.rating[dataset.held_out] >= 4).sum())
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_fewer_candidates_at_a_time_are_scored_with_all_that_came_before_them(dataset: Dataset, slots: int) -> None:
+    spec = spec_with(4, eval_candidates=slots)
+    found = load_dataset(spec)
+    loader, usual = Loader(found, spec, seed=1), Loader(dataset, spec_with(4), seed=1)
+    for step in range(3):
+        assert same(loader.train_batch(step)[0], usual.train_batch(step)[0]), "training does not change"
+    events, samples = found.events, found.eval
+    scored = np.concatenate([found.log.event[a:b] for a, b in zip(samples.cand_start, samples.cand_end, strict=True)])
+    assert sorted(scored) == np.flatnonzero(found.held_out).tolist()
+    seen = 0
+    for batch, stats in loader.eval_batches():
+        assert batch.cand_ids.shape[1:] == (spec.batch_size, slots)
+        assert not stats.events_cut
+        for row in range(stats.rows):
+            sample, seen = seen, seen + 1
+            first = int(batch.query_times[row])
+            before = (events.user == samples.user[sample]) & (events.time < first)
+            assert int(batch.uih_lengths[row]) == min(int(before.sum()), spec.uih_len)
+            assert int(batch.cand_times[row, 0]) == first
+    assert seen == len(samples)
+
+
 def test_a_history_carries_its_ratings_as_action_bits(dataset: Dataset) -> None:
     batch, _ = Loader(dataset, spec_with(), seed=0).train_batch(5)
     real = batch.token_slot < 6 * 9

@@ -34,7 +34,10 @@ SPEC: dict[str, Any] = {
     "model": {
         "embedding_dim": 8, "transducer_dim": 8, "linear_dim": 4, "attention_dim": 4, "hidden_dim": 8, "num_layers": 1,
     },
-    "data": {"dataset": "synthetic", "synthetic_events": 3000, "batch_size": 16, "uih_len": 8, "num_candidates": 3},
+    "data": {
+        "dataset": "synthetic", "synthetic_events": 3000, "batch_size": 16, "uih_len": 8, "num_candidates": 3,
+        "eval_candidates": 2,
+    },
     "compile": {"backend": "eager", "cache": False},
     "train": {"steps": 20},
 }  # fmt: skip

@@ -213,6 +213,7 @@ def test_another_job_with_tensors_of_the_same_shapes_is_refused_by_field(
 SAME_JOB = [
     ("data.batch_size", 8),
     ("data.uih_budget", 6),
+    ("data.eval_candidates", 1),
     ("data.on_bad_row", "skip"),
     ("optimizers.dense.lr", 0.01),
     ("optimizers.dense.weight_decay", 0.1),

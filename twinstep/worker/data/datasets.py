@@ -94,8 +94,8 @@ def make_dataset(events: Events, schema: DataSchema, spec: DataSpec, *, left_out
     held_out = split_events(events, spec.split)
     log = user_log(events, held_out)
     train, held = (
-        make_samples(events, log, held_out=side, num_candidates=spec.num_candidates, uih_len=spec.uih_len)
-        for side in (False, True)
+        make_samples(events, log, held_out=side, num_candidates=slots, uih_len=spec.uih_len)
+        for side, slots in ((False, spec.num_candidates), (True, spec.eval_slots))
     )
     return Dataset(
         name=spec.dataset,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,16 @@ def train_order(dataset: Dataset | MultiHotDataset, *, seed: int) -> SampleOrder
     return SampleOrder(samples, samples.history_end - dataset.log.start[samples.user], seed=seed)
 
 
+class _Room(NamedTuple):
+    """What a row has room for."""
+
+    budget: int
+    """UIH tokens, on average over the batch."""
+    candidates: int
+
+
 class Loader:
-    """Batches of one dataset, all of one shape.
+    """Batches of one dataset: all of training are of one shape, all of evaluation of another.
 
     Args:
         seed: of the order of training samples.
@@ -100,9 +108,12 @@ class Loader:
         begun = time.perf_counter()
         packed: tuple[AnyBatch, BatchStats]
         if isinstance(samples, Samples):
-            budget = self._spec.uih_len if whole else self._spec.uih_budget or self._spec.uih_len
+            spec = self._spec
+            room = _Room(spec.uih_budget or spec.uih_len, spec.num_candidates)
+            if whole:
+                room = _Room(spec.uih_len, spec.eval_slots)
             pack = self._own_rows if self._share.layout == "rows" else self._slice
-            packed = pack(samples, chosen, budget)
+            packed = pack(samples, chosen, room)
         else:
             packed = self._own_bags(samples[chosen])
         batch, stats = packed
@@ -115,23 +126,24 @@ class Loader:
         first = self._share.host * block
         return self._dataset.pack(rows[first : first + block], block)
 
-    def _slice(self, samples: Samples, chosen: Ints, budget: int) -> tuple[Batch, BatchStats]:
+    def _slice(self, samples: Samples, chosen: Ints, room: _Room) -> tuple[Batch, BatchStats]:
         """Pack the global batch and take this host's slice of it."""
         share, block = self._share, self._share.block(self._spec.batch_size)
         asked = samples.history_end[chosen] - samples.history_start[chosen]
-        kept = fit_budget(asked, self._spec.batch_size * budget)
-        whole, stats = self._block(samples, chosen, asked, kept, rows=block * share.hosts, budget=budget)
+        kept = fit_budget(asked, self._spec.batch_size * room.budget)
+        whole, stats = self._block(samples, chosen, asked, kept, rows=block * share.hosts, room=room)
         return (whole, stats) if share.hosts == 1 else slice_of(whole, asked=asked, kept=kept, share=share)
 
-    def _own_rows(self, samples: Samples, chosen: Ints, budget: int) -> tuple[Batch, BatchStats]:
+    def _own_rows(self, samples: Samples, chosen: Ints, room: _Room) -> tuple[Batch, BatchStats]:
         """Pack this host's rows as a batch of their own, with the N of all hosts' rows."""
         share, block = self._share, self._share.block(self._spec.batch_size)
         asked = samples.history_end[chosen] - samples.history_start[chosen]
         kept = [
-            fit_budget(asked[first : first + block], block * budget) for first in range(0, block * share.hosts, block)
+            fit_budget(asked[first : first + block], block * room.budget)
+            for first in range(0, block * share.hosts, block)
         ]
         own = slice(share.host * block, (share.host + 1) * block)
-        batch, stats = self._block(samples, chosen[own], asked[own], kept[share.host], rows=block, budget=budget)
+        batch, stats = self._block(samples, chosen[own], asked[own], kept[share.host], rows=block, room=room)
         counts = samples.cand_end[chosen] - samples.cand_start[chosen]
         return batch._replace(n=self._n(np.concatenate(kept), counts)), stats
 
@@ -145,11 +157,11 @@ class Loader:
         return self._dataset
 
     def _block(
-        self, samples: Samples, chosen: Ints, asked: Ints, kept: Ints, *, rows: int, budget: int
+        self, samples: Samples, chosen: Ints, asked: Ints, kept: Ints, *, rows: int, room: _Room
     ) -> tuple[Batch, BatchStats]:
         """Build a batch of the samples `chosen`, which keep `kept` of their `asked` events, and of dummies."""
         data, spec = self._events(), self._spec
-        B, U, K, T = rows, spec.uih_len, spec.num_candidates, rows * budget
+        B, U, K, T = rows, spec.uih_len, room.candidates, rows * room.budget
         lengths, counts = _fill(kept, B), _fill(samples.cand_end[chosen] - samples.cand_start[chosen], B)
         starts, first_cand = _fill(samples.history_end[chosen] - kept, B), _fill(samples.cand_start[chosen], B)
 

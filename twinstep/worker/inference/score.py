@@ -149,7 +149,7 @@ def _all_of(dataset: Dataset | MultiHotDataset, spec: JobSpec) -> Dataset | Mult
         return replace(dataset, eval=np.concatenate((dataset.train, dataset.eval)))
     log = replace(dataset.log, held_out=np.ones_like(dataset.log.held_out))
     every = make_samples(
-        dataset.events, log, held_out=True, num_candidates=spec.data.num_candidates, uih_len=spec.data.uih_len
+        dataset.events, log, held_out=True, num_candidates=spec.data.eval_slots, uih_len=spec.data.uih_len
     )
     return replace(dataset, held_out=np.ones_like(dataset.held_out), log=log, eval=every)
 

@@ -30,10 +30,11 @@ PLACE = "TWINSTEP_CHECKPOINTS"
 ATTEMPT = "TWINSTEP_ATTEMPT"
 MAY_CHANGE = frozenset(
     {"data.batch_size", "data.uih_budget", "data.path", "data.cache_dir", "data.on_bad_row"}
-    | {"data.prefetch", "data.loader_workers"}
+    | {"data.prefetch", "data.loader_workers", "data.eval_candidates"}
     | {"model.preset", "model.action_init_std"}
 )
-"""Fields of model and data that a run may go on with otherwise: how much at once, where files lie, how it began."""
+"""Fields of model and data that a run may go on with otherwise: how much at once, where files lie, how it began and is
+scored."""
 _KIND = re.compile(r"optimizers\.\w+\.kind$")
 SCORES = ("auc", "ne", "log_loss")
 
