@@ -21,6 +21,7 @@ from twinstep.worker.train.report import make_reporter
 
 EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>`${window.hacked=3}`\\u001b[2J\x1b[31mred'
 STEPS = 60
+TOKENS = {"real_tokens": 1400.0, "dummy_tokens": 40.0, "events_cut": 3.0}
 
 
 def stop(number: int, frame: FrameType | None) -> None:
@@ -43,7 +44,7 @@ def main() -> None:
             if name.startswith("bad") and step == 7:
                 raise ValueError("the loss of step 7 is nan")
             loss = 0.4 + 0.3 * math.exp(-step / 20) + dice.gauss(0, 0.01)
-            reporter.metric(step, {"loss": loss, "examples_per_s": 900 + dice.gauss(0, 20), f"x{say}": 1.0})
+            reporter.metric(step, {"loss": loss, "examples_per_s": 900 + dice.gauss(0, 20), f"x{say}": 1.0, **TOKENS})
             spent = {"step": 0.8 * step, "compile": 3.75, "input_wait": 0.1 * step, f"x{say}": 5.0}
             told = {"tokens_per_s": 7200.0, "goodput": 0.72, "chip_hours": 0.5, "time_s": spent}
             reporter.progress("training", step, total, examples_per_s=905.5, eta_s=(total - step) * 0.01, **told)

@@ -33,16 +33,18 @@ def test_from_the_list_to_a_finished_run_and_its_charts(plane: Any, page: Page, 
     row.click(position={"x": 700, "y": 20})  # the whole row is the link
     expect(page).to_have_url(f"{plane.url}/jobs/{job['id']}")
     expect(page).to_have_title("good-demo · Twinstep")
-    expect(page.locator(".tw-chart canvas")).to_have_count(3)
+    expect(page.locator(".tw-chart canvas")).to_have_count(4)
     box = page.locator(".tw-chart").first.bounding_box()
     assert box is not None
     assert box["width"] > 250
     assert box["height"] > 150
-    charts.until(lambda: min(charts.painted(chart) for chart in range(3)) > 1000)
+    charts.until(lambda: min(charts.painted(chart) for chart in range(4)) > 1000)
     assert [point[0] for point in charts.points(0)] == list(range(1, 61))
     assert [point[0] for point in charts.points(1)] == [20, 40, 60]
     assert [point[0] for point in charts.points(1, 1)] == [20, 40, 60]
     assert len(charts.points(2)) == 60
+    for line, tokens in enumerate((1400, 40, 3)):
+        assert [point[1] for point in charts.points(3, line)] == [tokens] * 60
     for shown in ("AUC of item mean", "0.7012", "AUC of popularity", "0.6011", "0.9250", "recompiled · 1.2 s"):
         expect(page.get_by_text(shown, exact=True).first).to_be_visible()
     expect(page.locator(".tw-log")).to_contain_text("step 60 loss")

@@ -87,7 +87,7 @@ def phase_words(row: JobLine) -> str:
 
 
 class Charts:
-    """Loss, held-out quality and speed over steps; each may be looked at closer."""
+    """Loss, held-out quality, speed and the token budget over steps; each may be looked at closer."""
 
     DRAWN: ClassVar[dict[str, tuple[tuple[str, Line], ...]]] = {
         "loss": (("loss", Line("loss", charts.INDIGO)),),
@@ -100,6 +100,11 @@ class Charts:
             ("examples_per_s", Line("examples/s", charts.INDIGO)),
             ("batches_ready", Line("batches ready", charts.AMBER, second=True)),
         ),
+        "tokens": (
+            ("real_tokens", Line("real", charts.TEAL)),
+            ("dummy_tokens", Line("dummy", charts.AMBER)),
+            ("events_cut", Line("events cut", charts.PINK)),
+        ),
     }
     """Metrics by chart. Held-out scores are those of the first task."""
     NAMES = tuple(name for lines in DRAWN.values() for name, _ in lines)
@@ -107,11 +112,12 @@ class Charts:
         "loss": ("Loss", "training"),
         "quality": ("AUC and NE", "held out"),
         "speed": ("Throughput", "examples per second; batches ready: near 0 the step waits for data"),
+        "tokens": ("History tokens", "a step's: real, dummies in its block, events cut for want of room"),
     }
 
     def __init__(self, on_zoom: Callable[[], Awaitable[None]]) -> None:
         self.plots: dict[str, Plot] = {}
-        with theme.div("tw-charts"):
+        with theme.div("tw-charts tw-charts-two"):
             for chart, lines in self.DRAWN.items():
                 title, note = self.TITLES[chart]
                 with theme.card(title, note=note):
