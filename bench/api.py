@@ -140,7 +140,7 @@ def _running(settings: Settings) -> Iterator[ControlPlane]:
     """A control plane that answers; nothing looks after its runs, so that each number is of one thing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         plane = assemble(replace(settings, port=listener.getsockname()[1]), pages=False)
-        server = uvicorn.Server(uvicorn.Config(plane.app, log_config=None, access_log=False))
+        server = uvicorn.Server(uvicorn.Config(plane.app, log_config=None, access_log=False, proxy_headers=False))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         while not server.started:

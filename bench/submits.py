@@ -43,16 +43,24 @@ async def _rounds(url: str, count: int, rounds: int) -> tuple[list[Round], list[
     await _at_once(url, [_submit(f"warm-{number}") for number in range(WARM)])
     found = []
     for each in range(rounds):
-        requests = [_submit(f"round-{each}-{number}") for number in range(count)]
+        requests = [_submit(f"round-{each}-{number}", seed=each * count + number) for number in range(count)]
         seconds, jobs = await _at_once(url, requests)
         _, again = await _at_once(url, requests)
         found.append(Round(seconds, jobs, again))
     return found, await _stored(url)
 
 
-def _submit(name: str) -> bytes:
-    """Return a whole request; no two have the same spec."""
-    body = json.dumps(JobSpec(name=name).model_dump(mode="json")).encode()
+def _submit(name: str, *, seed: int = 0) -> bytes:
+    """Return a whole request; no two have the same spec, by any part of it that could be kept from one to the next."""
+    spec = JobSpec.model_validate(
+        {
+            "name": name,
+            "data": {"batch_size": 1 + seed % 512},
+            "optimizers": {"dense": {"lr": 0.001 + seed * 1e-6}},
+            "train": {"seed": seed, "steps": 1 + seed % 1000},
+        }
+    )
+    body = json.dumps(spec.model_dump(mode="json")).encode()
     return _head("POST /v1/jobs", {"Content-Type": "application/json", "Idempotency-Key": name}, len(body)) + body
 
 

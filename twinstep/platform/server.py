@@ -43,6 +43,7 @@ from twinstep.spec.errors import UnavailableError
 
 SERVER_FILE = "server.json"  # in the data directory: {"url": …, "pid": …}; there as long as the control plane is
 DATABASE_WAIT_S = 60.0  # both may have been started at once; longer, and whoever started this one is told
+GC_AFTER = (10_000, 20, 20)  # of CPython's thresholds: what a request makes is no garbage while it is worked on
 TURN_S = 0.001  # a thread that works without a pause lets another one on after so long
 _BACKLOG = 256
 _GRACE_S = 5  # for requests under way when the control plane is told to end
@@ -165,6 +166,7 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*GC_AFTER)
     sys.setswitchinterval(TURN_S)
 
 

@@ -119,7 +119,7 @@ class EmbeddingSpec(Spec):
     )
     @classmethod
     def _engine_looks_at_it(cls, value: Any, info: ValidationInfo) -> Any:
-        engine, default = info.data.get("engine"), cls.model_fields[info.field_name or ""].default
+        engine, default = info.data.get("engine"), cls.__pydantic_fields__[info.field_name or ""].default
         if engine is not None and engine != "sparsecore" and value != default:
             nearest = default.model_dump(mode="json") if isinstance(default, Spec) else default
             said = {"engine": engine, "allowed": "the default, or engine: sparsecore", "nearest": nearest}

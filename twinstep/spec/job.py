@@ -121,7 +121,7 @@ class DataSpec(Spec):
         datasets = DATA_SETTINGS[name]
         if dataset is None or dataset in datasets or not value:  # null or empty: it is not set
             return value
-        if value != (default := cls.model_fields[name].get_default(call_default_factory=True)):
+        if value != (default := cls.__pydantic_fields__[name].get_default(call_default_factory=True)):
             allowed = f"the default, or dataset: {' or '.join(datasets)}"
             said = {"dataset": dataset, "allowed": allowed, "nearest": default}
             raise PydanticCustomError("between_fields", "has no effect with dataset: {dataset}", said)
@@ -221,7 +221,7 @@ class OptimizerSpec(Spec):
     @classmethod
     def _has_an_effect(cls, value: Any, info: ValidationInfo) -> Any:
         kind, name = info.data.get("kind"), info.field_name or ""
-        default, kinds = cls.model_fields[name].default, OPTIMIZER_SETTINGS[name]
+        default, kinds = cls.__pydantic_fields__[name].default, OPTIMIZER_SETTINGS[name]
         if kind is not None and kind not in kinds and value != default:
             raise PydanticCustomError(
                 "between_fields",

@@ -3,6 +3,7 @@ that is gone."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from sqlalchemy.exc import DataError
 
 from twinstep.platform.scheduler.accounts import LOCAL
@@ -35,6 +36,11 @@ from twinstep.spec.roles import DEFAULT_PROJECT
 
 SPEC = JobSpec(name="a-job")
 OWNERS = itertools.count()
+TPU: dict[str, Any] = {
+    "name": "on-tpu",
+    "accelerator": {"kind": "tpu", "generation": "v5p", "topology": "2x2x1"},
+    "kubernetes": {"image": "registry.example/worker@sha256:" + "0" * 64, "queue": "team"},
+}
 
 
 def submit(key: str | None = None, *, actor: str = "ada", project: str = DEFAULT_PROJECT, **more: Any) -> Submit:
@@ -67,6 +73,53 @@ def test_whatever_comes_meanwhile_is_done_together_and_each_gets_its_own_answer(
         else:
             assert future.result(20) == number * number
     assert [len(batch) for batch in batches] == [1, MOST, 5]
+    gathered.close()
+
+
+@pytest.mark.parametrize("count", [1, 7, MOST, 2 * MOST + 5])
+def test_what_tasks_ask_in_one_turn_of_a_loop_is_done_together(count: int) -> None:
+    """However many wait, they are handed over in as few parts as may be: each transaction costs as much as twenty."""
+    batches: list[int] = []
+
+    def work(asked: Sequence[int]) -> list[int | Exception]:
+        batches.append(len(asked))
+        return [ValueError(str(each)) if each == 3 else each * each for each in asked]
+
+    gathered: Gathered[int, int] = Gathered(work, name="turns")
+
+    async def ask_all() -> list[int | BaseException]:
+        return await asyncio.gather(*(gathered.answer(number) for number in range(count)), return_exceptions=True)
+
+    found = asyncio.run(ask_all())
+    assert [-1 if isinstance(each, ValueError) else each for each in found] == [
+        -1 if number == 3 else number * number for number in range(count)
+    ]
+    assert sum(batches) == count
+    assert len(batches) == -(-count // MOST)
+    gathered.close()
+    with pytest.raises(UnavailableError):
+        asyncio.run(gathered.answer(1))
+
+
+def test_a_task_that_is_given_up_keeps_no_other_from_its_answer() -> None:
+    go_on = threading.Event()
+
+    def work(asked: Sequence[int]) -> list[int]:
+        assert go_on.wait(20)
+        return list(asked)
+
+    gathered: Gathered[int, int] = Gathered(work, name="given-up")
+
+    async def some() -> int:
+        tasks = [asyncio.ensure_future(gathered.answer(number)) for number in (1, 2)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        return await tasks[1]
+
+    assert asyncio.run(some()) == 2
+    asyncio.run(asyncio.sleep(0))  # a loop that has ended is told nothing, and nobody fails of it
     gathered.close()
 
 
@@ -121,6 +174,34 @@ def test_a_bad_submit_does_not_keep_the_others_from_being_stored(one_store: Stor
     assert len({jobs[0], jobs[5], jobs[7], first[0].id}) == 4
 
 
+def test_the_answer_to_a_submit_is_the_job_as_it_is_read_later(one_store: Store) -> None:
+    spec = JobSpec.model_validate(TPU)
+    for each in (SPEC, spec):
+        (found,) = store_submits(one_store.database, [submit(spec=each)])
+        assert isinstance(found, tuple)
+        assert found[0] == one_store.job(found[0].id)
+        assert found[0].model_dump_json() == one_store.job(found[0].id).model_dump_json()
+
+
+def test_a_key_knows_its_spec_whatever_the_order_of_names_in_it(one_store: Store) -> None:
+    """Also in one transaction with the first, and where another version wrote the digest."""
+    one, two = (
+        JobSpec.model_validate({**TPU, "kubernetes": {**TPU["kubernetes"], "env": dict(names)}})
+        for names in ([("A", "1"), ("B", "2")], [("B", "2"), ("A", "1")])
+    )
+    database, key = one_store.database, f"order-{next(OWNERS)}"
+    first, second = store_submits(database, [submit(key, spec=one), submit(key, spec=two)])
+    (third,) = store_submits(database, [submit(key, spec=two)])
+    with database.write() as connection:
+        connection.execute(update(IdempotencyRow).where(IdempotencyRow.key == key).values(digest="of-another-version"))
+    (fourth, fifth) = store_submits(database, [submit(key, spec=one), submit(key)])
+    assert isinstance(first, tuple)
+    for each in (second, third, fourth):
+        assert isinstance(each, tuple)
+        assert (each[0].id, each[1]) == (first[0].id, False)
+    assert isinstance(fifth, ConflictError)
+
+
 @pytest.mark.parametrize("place", [0, 2, 4])
 @pytest.mark.parametrize("how", ["text", "data", "bug"])
 def test_a_submit_that_the_database_refuses_is_alone_with_its_error(
@@ -161,9 +242,15 @@ def test_the_scheduler_looks_once_a_job_is_stored_though_nobody_waits_for_the_an
 
     monkeypatch.setattr(store_module, "store_submits", slowly)
     service = Service(store, settings, nudge=lambda: seen.append(len(store.jobs().items)))
-    future = service.submit(SPEC, home=service.accounts.users.project(DEFAULT_PROJECT))
-    assert begun.wait(20)
-    assert future.cancel()
+
+    async def goes() -> None:
+        asks = asyncio.ensure_future(service.submit(SPEC, home=service.accounts.users.project(DEFAULT_PROJECT)))
+        assert await asyncio.to_thread(begun.wait, 20)
+        asks.cancel()
+        with suppress(asyncio.CancelledError):
+            await asks
+
+    asyncio.run(goes())
     assert seen == []
     go_on.set()
     store._submits.close()

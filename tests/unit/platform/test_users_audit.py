@@ -110,11 +110,14 @@ def test_a_line_is_there_if_and_only_if_its_change_is(live, monkeypatch) -> None
     store = live.plane.store
     entry = Entry(actor="ada", action="job.submit", project="default")
 
-    def fails(*_: object) -> None:  # the last thing before the commit
+    write = submits.write_entries
+
+    def fails(*args: Any) -> None:  # the last thing before the commit
+        write(*args)
         raise RuntimeError("the disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr(submits, "_jobs", fails)
+        patch.setattr(submits, "write_entries", fails)
         with under_way(entry), pytest.raises(RuntimeError, match="the disk"):
             store.create_job(JobSpec(name="a"), actor="ada")
     assert not entry.written

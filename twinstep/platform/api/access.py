@@ -135,7 +135,7 @@ async def authorize(request: Request) -> None:
         return
     service: Service = request.app.state.service
     principal = principal_of(request)
-    if is_public(request.method, request.url.path, service.settings):
+    if is_public(request.method, request.scope["path"], service.settings):
         return
     try:
         if job_id := params.get("job_id"):

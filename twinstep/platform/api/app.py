@@ -84,6 +84,7 @@ def create_app(service: Service) -> FastAPI:
         summary="Submit training jobs, follow them, read what they reported.",
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # ours are in `observe.py`
         dependencies=[Depends(check) for check in EVERY_ROUTE],
     )
     app.state.service = service
@@ -96,6 +97,7 @@ def create_app(service: Service) -> FastAPI:
     _add_unknown_paths(app)
     add_handlers(app)
     # The last one added is the first a request passes.
+    app.add_middleware(submits.QuickSubmits)
     app.add_middleware(LoginGate)
     app.add_middleware(OriginGuard)
     app.add_middleware(Audited)

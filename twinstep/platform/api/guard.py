@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from fastapi import Request
 from fastapi.routing import APIRoute
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twinstep.platform.api.problems import (
@@ -38,6 +38,9 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
 
 
+_SAFE = {name.lower().encode(): value.encode() for name, value in SAFE_HEADERS.items()}
+
+
 class OriginGuard:
     """ASGI middleware: names that this control plane is reached by, and pages of our own, only."""
 
@@ -52,7 +55,8 @@ class OriginGuard:
 
         async def send_safe(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(SAFE_HEADERS)
+                message["headers"] = [each for each in message["headers"] if each[0] not in _SAFE]
+                message["headers"] += _SAFE.items()
             await send(message)
 
         problem = _foreign(scope)

@@ -5,20 +5,19 @@ What is quick is done where the request is read, not in a thread: to hand a requ
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from twinstep.platform.api.access import EVERY_ROUTE, Caller, caller_of
+from twinstep.platform.api.access import Caller, authorize, principal_of
 from twinstep.platform.api.guard import JSON_TYPE, YAML_TYPES, load_json, media_type, read_body, require_type
 from twinstep.platform.api.jobs import Asked, service_of
-from twinstep.platform.api.problems import responses
+from twinstep.platform.api.problems import problem_response, responses
 from twinstep.platform.scheduler.accounts import Principal
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.entry import current_entry
@@ -26,7 +25,7 @@ from twinstep.platform.store.records import JobDetail, View
 from twinstep.platform.store.submits import HomeChangedError, Stored
 from twinstep.preflight.check import SECONDS_OF_A_SUBMIT, preflight
 from twinstep.preflight.report import Preflight
-from twinstep.spec.errors import NotFoundError, SpecError
+from twinstep.spec.errors import NotFoundError, SpecError, TwinstepError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import MAX_SPEC_BYTES, parse_spec, validate_spec
 from twinstep.spec.roles import Permission
@@ -35,34 +34,45 @@ KEY = r"^[\x21-\x7e]+$"
 KEY_MAX = 255
 
 
-class QuickRoute(APIRoute):
-    """A route whose handler works out plain parameters itself, and leaves all others to FastAPI's.
+PATH = "/v1/jobs"
 
-    FastAPI's way from a request to parameters, the same for each of them, takes as long as everything else that a
-    submit takes. What it would say of a request that is not plain, it says.
+
+class QuickSubmits:
+    """ASGI middleware: works out plain submits itself, and leaves all other requests to the app within.
+
+    FastAPI's way from a request to its route and parameters, the same for each of them, takes as long as everything
+    else that a submit takes. What it would say of a request that is not plain, it says.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a request."""
-        thorough = super().get_route_handler()
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        (self._route,) = (each for each in router.routes if isinstance(each, APIRoute) and each.path == PATH)
 
-        async def handle(request: Request) -> Response:
-            keys = request.headers.getlist("idempotency-key")
-            if request.scope["query_string"] or len(keys) > 1 or any(not _plain(key) for key in keys):
-                return await thorough(request)
-            for check in EVERY_ROUTE:
-                await check(request)
-            service, caller = await service_of(request), await caller_of(request)
-            return await answer(service, caller, await spec_in(request), None, keys[0] if keys else None)
-
-        return handle
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a plain submit, or pass the request on."""
+        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] != "POST" or scope["query_string"]:
+            await self.app(scope, receive, send)
+            return
+        keys = [value.decode("latin-1") for name, value in scope["headers"] if name == b"idempotency-key"]
+        if len(keys) > 1 or any(not _plain(key) for key in keys):
+            await self.app(scope, receive, send)
+            return
+        scope.update(route=self._route, path_params={})
+        request = Request(scope, receive)
+        try:
+            await authorize(request)  # of the checks of every route the one that concerns a request without a query
+            service, caller = await service_of(request), principal_of(request)
+            response = await answer(service, caller, await spec_in(request), None, keys[0] if keys else None)
+        except TwinstepError as error:
+            response = problem_response(error, instance=PATH)
+        await response(scope, receive, send)
 
 
 def _plain(key: str) -> bool:
     return len(key) <= KEY_MAX and re.fullmatch(KEY, key) is not None
 
 
-router = APIRouter(prefix="/v1", tags=["jobs"], route_class=QuickRoute)
+router = APIRouter(prefix="/v1", tags=["jobs"])
 plans = APIRouter(prefix="/v1", tags=["jobs"])
 
 QUICK_BYTES = 8 * 1024
@@ -162,7 +172,7 @@ async def _stored(
         service.check_runnable(placed)
     else:
         await run_in_threadpool(service.check_runnable, placed)
-    return await asyncio.wrap_future(service.submit(placed, home=home, actor=caller.user, key=key))
+    return await service.submit(placed, home=home, actor=caller.user, key=key)
 
 
 class Plan(View):

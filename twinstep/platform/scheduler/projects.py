@@ -37,6 +37,8 @@ def place(spec: JobSpec, project: Project, *, freely: bool) -> JobSpec:
         "queue": told.queue or project.queue,
         "image": told.image or project.image,
     }
+    if changes == {name: getattr(told, name) for name in changes}:
+        return spec
     return spec.model_copy(update={"kubernetes": told.model_copy(update=changes)})
 
 

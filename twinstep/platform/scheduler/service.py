@@ -9,7 +9,6 @@ import hmac
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from twinstep.platform.scheduler.accounts import Accounts
@@ -115,17 +114,15 @@ class Service:
         """Raise SpecError where no backend here can run a spec; takes its time, unless it is for cpu."""
         check_runnable(spec, self.settings)
 
-    def submit(
-        self, spec: JobSpec, *, home: Project, key: str | None = None, actor: str = LOCAL_USER
-    ) -> Future[Stored]:
+    async def submit(self, spec: JobSpec, *, home: Project, key: str | None = None, actor: str = LOCAL_USER) -> Stored:
         """Store a job that was checked and that fits its project; the scheduler takes it from there.
 
-        Waits for nothing: the future has the job, and whether it was stored now, or else the error of `Store.submit`.
+        Returns the job once it is committed, and whether it was stored now, or else raises the error of `Store.submit`.
 
         Args:
             key: the submitter's own, by which a submit that is sent again is known.
         """
-        return self._store.submit(Submit(spec=spec, project=home.name, home=home, actor=actor, key=key))
+        return await self._store.submitted(Submit(spec=spec, project=home.name, home=home, actor=actor, key=key))
 
     def submit_job(self, spec: JobSpec, *, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT) -> JobDetail:
         """Check and store a job, and wait until it is stored.
@@ -135,7 +132,8 @@ class Service:
             NotFoundError: there is no such project.
         """
         self.check_runnable(spec)
-        return self.submit(spec, home=self.accounts.users.project(project), actor=actor).result()[0]
+        home = self.accounts.users.project(project)
+        return self._store.submit(Submit(spec=spec, project=home.name, home=home, actor=actor)).result()[0]
 
     def plan_job(self, spec: JobSpec) -> RenderedRun:
         """Return what a spec would become in a cluster, checked as the cluster would; stores and sends nothing.

@@ -10,6 +10,8 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, text
 
+from twinstep.platform.store.written import read_json, write_json
+
 POOL = 10
 POOL_MORE = 10  # connections beyond it, while many ask at once
 WAIT_FOR_ONE_S = 15
@@ -29,6 +31,8 @@ def open_server(url: URL) -> Engine:
         pool_pre_ping=True,  # a server that was started again has forgotten its connections
         pool_recycle=1800,
         connect_args={"connect_timeout": CONNECT_S, "application_name": "twinstep"},
+        json_serializer=write_json,
+        json_deserializer=read_json,
     )
     event.listen(engine, "connect", _on_connect)
     return engine

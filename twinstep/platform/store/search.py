@@ -7,7 +7,7 @@ backend) is looked for in `SCANNED` jobs at most, and a page that ends there say
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -90,9 +90,13 @@ def spec_of_run() -> ColumnElement[Any]:
 def job_fields(row: Row[Any]) -> dict[str, Any]:
     """Return the fields of a Job out of a row of `select_jobs`."""
     fields = row._asdict()
-    spec = fields.pop("spec")
+    return fields | spec_fields(fields.pop("spec"))
+
+
+def spec_fields(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a Job shows of its spec."""
     machine = machine_words(spec["accelerator"])
-    return fields | {
+    return {
         "machine": machine.name,
         "chips": machine.chips,
         "queue": (spec.get("kubernetes") or {}).get("queue"),

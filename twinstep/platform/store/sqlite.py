@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 
+from twinstep.platform.store.written import read_json, write_json
 from twinstep.spec.errors import UnavailableError
 
 BUSY_TIMEOUT_S = 15  # another writer holds the database for milliseconds; longer means something is wrong
@@ -27,7 +28,12 @@ def open_file(url: URL) -> tuple[Engine, list[Path]]:
         raise UnavailableError("a database in memory is lost with the process", remedy="name a file: sqlite:///PATH")
     made = _make_private(Path(url.database))
     engine = create_engine(
-        url, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}, pool_size=10, max_overflow=40
+        url,
+        connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False},
+        pool_size=10,
+        max_overflow=40,
+        json_serializer=write_json,
+        json_deserializer=read_json,
     )
     event.listen(engine, "connect", _on_connect)
     event.listen(engine, "begin", _on_begin)

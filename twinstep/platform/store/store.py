@@ -87,6 +87,10 @@ class Store:
         """
         return self._submits.ask(submit)
 
+    async def submitted(self, submit: Submit) -> Stored:
+        """Store a job, as `submit` does, and return it once it is committed, or raise; for many tasks of a loop."""
+        return await self._submits.answer(submit)
+
     def _store(self, submits: Sequence[Submit]) -> Sequence[Stored | Exception]:
         answers = store_submits(self._database, submits)
         new = [answer[0].id for answer in answers if isinstance(answer, tuple) and answer[1]]

@@ -23,14 +23,16 @@ from twinstep.platform.store.entry import Entry, current_entry
 from twinstep.platform.store.ids import new_id
 from twinstep.platform.store.moves import add_events
 from twinstep.platform.store.records import JobDetail
-from twinstep.platform.store.search import job_fields, select_jobs
+from twinstep.platform.store.search import job_fields, select_jobs, spec_fields
 from twinstep.platform.store.tables import IdempotencyRow, JobRow, RunRow
 from twinstep.platform.store.troubles import again
 from twinstep.platform.store.users import Project, held_projects, no_project
+from twinstep.platform.store.written import Written
 from twinstep.spec.errors import ConflictError, TwinstepError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.states import RunState
 
+SUBMITTED = "submitted; the scheduler has not looked at it yet"
 HELD_BYTES = 2047  # HASHLIB_GIL_MINSIZE - 1 in CPython's Modules/hashlib.h
 # Made once: the making of a statement takes longer than its execution.
 _NEW_JOB = insert(JobRow)
@@ -41,6 +43,7 @@ _KNOWN = select(IdempotencyRow.__table__).where(
     IdempotencyRow.owner.in_(bindparam("owners", expanding=True)),
     IdempotencyRow.key.in_(bindparam("keys", expanding=True)),
 )
+_SPEC = select(JobRow.spec, JobRow.project).where(JobRow.id == bindparam("job_id"))
 _JOBS = select_jobs().where(JobRow.id.in_(bindparam("job_ids", expanding=True)))
 
 
@@ -60,12 +63,16 @@ class Submit:
     facts: Mapping[str, str] = field(default_factory=logs.facts)
     """What the log's lines of it are about."""
     body: dict[str, Any] = field(init=False)
+    text: Written = field(init=False)
+    """The body as it is stored."""
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
         body = self.spec.model_dump(mode="json")
+        text = Written(json.dumps(body))
         object.__setattr__(self, "body", body)
-        object.__setattr__(self, "digest", digest_of({"spec": body, "project": self.project}))
+        object.__setattr__(self, "text", text)
+        object.__setattr__(self, "digest", "" if self.key is None else _digest(f"{self.project}\0{text}"))
 
 
 Stored = tuple[JobDetail, bool]
@@ -109,14 +116,15 @@ def _store(connection: Connection, submits: Sequence[Submit]) -> list[Stored | E
     homes = held_projects(connection, {each.project for each in submits})
     known = _known(connection, [(each.actor, each.key) for each in submits if each.key is not None])
     found: list[tuple[str, bool] | TwinstepError] = []
-    new: list[tuple[Submit, str]] = []
+    new: list[tuple[Submit, JobDetail]] = []
+    now = time.time()
     for each in submits:
         try:
-            job_id = None if each.key is None else _same(known.get((each.actor, each.key)), each.key, each.digest)
+            job_id = None if each.key is None else _before(connection, known.get((each.actor, each.key)), each, new)
             if job_id is None:
                 _check_home(each, homes)
                 job_id = new_id("job")
-                new.append((each, job_id))
+                new.append((each, _new_job(each, job_id, now)))
                 if each.key is not None:
                     known[each.actor, each.key] = (each.digest, job_id)
                 found.append((job_id, True))
@@ -126,7 +134,9 @@ def _store(connection: Connection, submits: Sequence[Submit]) -> list[Stored | E
             found.append(error)
     if new:
         _write(connection, new)
-    jobs = _jobs(connection, {item[0] for item in found if isinstance(item, tuple)})
+    jobs = {job.id: job for _, job in new}
+    if before := {item[0] for item in found if isinstance(item, tuple)} - jobs.keys():
+        jobs |= _jobs(connection, before)
     return [(jobs[item[0]], item[1]) if isinstance(item, tuple) else item for item in found]
 
 
@@ -143,16 +153,33 @@ class HomeChangedError(ConflictError):
     """A project is another than the one that a spec was made to fit."""
 
 
-def _write(connection: Connection, new: Sequence[tuple[Submit, str]]) -> None:
-    now = time.time()
+def _new_job(submit: Submit, job_id: str, now: float) -> JobDetail:
+    """Return a job as it will be read once it is stored."""
+    return JobDetail(
+        id=job_id,
+        name=submit.spec.name,
+        project=submit.project,
+        submitted_by=submit.actor,
+        created_at=now,
+        run_id=new_id("run"),
+        run_created_at=now,
+        state=RunState.PENDING,
+        reason=SUBMITTED,
+        attempt=1,
+        spec=submit.body,
+        **spec_fields(submit.body),
+    )
+
+
+def _write(connection: Connection, new: Sequence[tuple[Submit, JobDetail]]) -> None:
     jobs, runs, events, keys = [], [], [], []
-    for each, job_id in new:
-        run_id, name = new_id("run"), each.spec.name
+    for each, job in new:
+        now, job_id, run_id, name = job.created_at, job.id, job.run_id, job.name
         jobs.append(
             {
                 "id": job_id,
                 "name": name,
-                "spec": each.body,
+                "spec": each.text,
                 "created_at": now,
                 "project": each.project,
                 "submitted_by": each.actor,
@@ -165,7 +192,7 @@ def _write(connection: Connection, new: Sequence[tuple[Submit, str]]) -> None:
                 "attempt": 1,
                 "backend": backend_of(each.body),
                 "state": RunState.PENDING,
-                "reason": "submitted; the scheduler has not looked at it yet",
+                "reason": SUBMITTED,
                 "version": 1,
                 "created_at": now,
                 "waiting_since": now,
@@ -190,7 +217,7 @@ def _write(connection: Connection, new: Sequence[tuple[Submit, str]]) -> None:
     if keys:
         connection.execute(_NEW_KEY, keys)
     add_events(connection, events, facts=[each.facts for each, _ in new])
-    write_entries(connection, [(each.entry, job_id) for each, job_id in new if each.entry is not None])
+    write_entries(connection, [(each.entry, job.id) for each, job in new if each.entry is not None])
 
 
 def backend_of(spec: dict[str, Any]) -> str:
@@ -204,6 +231,24 @@ def _jobs(connection: Connection, job_ids: Iterable[str]) -> dict[str, JobDetail
 
 
 # ---- keys ----
+
+
+def _before(
+    connection: Connection, known: tuple[str, str] | None, submit: Submit, new: Sequence[tuple[Submit, JobDetail]]
+) -> str | None:
+    """Return the id of the job that this very submit has stored before; None where its key is new.
+
+    A digest that differs may be that of the same spec with its names in another order, or of another version's.
+
+    Raises:
+        ConflictError: the key came with another spec, or for another project.
+    """
+    if known is not None and known[0] != submit.digest:
+        stored = [(each.body, each.project) for each, job in new if job.id == known[1]]
+        stored += [(row.spec, row.project) for row in connection.execute(_SPEC, {"job_id": known[1]})]
+        if stored == [(submit.body, submit.project)]:
+            return known[1]
+    return _same(known, submit.key or "", submit.digest)
 
 
 def known_job(connection: Connection, owner: str, key: str, request: dict[str, Any]) -> str | None:
@@ -222,7 +267,11 @@ def remember_key(connection: Connection, owner: str, key: str, request: dict[str
 
 def digest_of(request: dict[str, Any]) -> str:
     """Return what a request is known by."""
-    text, found = json.dumps(request, sort_keys=True).encode(), hashlib.sha256()
+    return _digest(json.dumps(request, sort_keys=True))
+
+
+def _digest(words: str) -> str:
+    text, found = words.encode(), hashlib.sha256()
     # hashlib lets other threads run while it takes in more than 2047 bytes, which takes it microseconds; to get its
     # turn again takes as long as another thread may keep it, 5 ms. On the event loop every request would wait so long.
     for begin in range(0, len(text), HELD_BYTES):
