@@ -160,8 +160,24 @@ def test_a_pod_that_no_node_takes_is_said_after_a_while() -> None:
     young, old = unschedulable(NOW - UNSCHEDULABLE_S / 2), unschedulable(NOW - UNSCHEDULABLE_S * 2)
     assert look(jobset(), pods=(young,)).code == "Starting"
     found = look(jobset(), pods=(young, old))
-    assert (found.state, found.code) == (S.STARTING, "Unschedulable")
+    assert (found.state, found.code) == (S.QUEUED, "Unschedulable"), "admitted or not, it waits"
     assert "0/3 nodes fit" in found.reason
+    assert look(jobset(restarts=2, ready=1), pods=(old,)).restarts == 2
+    assert look(jobset(ready=2), pods=(old,)).state is S.RUNNING, "a pod that nothing waits for"
+
+
+@pytest.mark.parametrize(
+    ("deployment", "job", "state"),
+    [
+        ("", "", S.QUEUED),
+        ("Initializing", "", S.QUEUED),
+        ("Running", "PENDING", S.QUEUED),
+        ("Running", "RUNNING", S.RUNNING),
+    ],
+)
+def test_a_ray_cluster_that_no_node_takes_waits_too(deployment: str, job: str, state: RunState) -> None:
+    found = look(rayjob(deployment, job), pods=(unschedulable(NOW - UNSCHEDULABLE_S * 2),))
+    assert found.state is state
 
 
 def test_a_job_that_ray_ended_is_believed_after_a_while() -> None:

@@ -18,7 +18,7 @@ from twinstep.platform.scheduler.cluster.decide import (
     decide_cluster,
     path_to,
 )
-from twinstep.platform.scheduler.cluster.status import Finding
+from twinstep.platform.scheduler.cluster.status import UNSCHEDULABLE, Finding
 from twinstep.spec.states import ACTIVE, FINAL, LIVE, MOVES, RunState
 
 S, D = RunState, ClusterDo
@@ -37,6 +37,8 @@ def gone(*, confirmed: bool = True) -> ClusterSight:
     return ClusterSight(finding=GONE, confirmed=confirmed)
 
 
+WITHOUT = Finding(state=S.QUEUED, reason="waits for nodes: 0/3 fit", code=UNSCHEDULABLE)
+NO_NODES = ClusterSight(finding=WITHOUT)
 FRESH = wants(S.PENDING, Sent.NOTHING)
 BEGUN = wants(S.QUEUED, Sent.MAYBE)
 LONG = {"active_seconds": 11.0, "max_seconds": 10.0}
@@ -62,6 +64,7 @@ ROWS = [
     (wants(S.QUEUED, **WAITED), sees(S.STARTING), D.MOVE, S.STARTING),
     (wants(S.QUEUED, **WAITED), gone(), D.MOVE, S.FAILED),
     (wants(S.QUEUED, suspend=True, suspended=True, **WAITED), sees(S.QUEUED), D.SAY, S.QUEUED),
+    (wants(S.QUEUED, **WAITED), sees(S.STARTING, deleting=True), D.SAY, None),  # its pods go before it does
     (wants(S.RUNNING, **WAITED), sees(S.RUNNING), D.SAY, S.RUNNING),
     # a launch that may have come through
     (BEGUN, None, D.KEEP, None),
@@ -106,6 +109,13 @@ ROWS = [
     (wants(S.RUNNING), sees(S.FAILED), D.MOVE, S.FAILED),
     (wants(S.RUNNING), sees(S.CANCELLED), D.MOVE, S.CANCELLED),
     (wants(S.RUNNING), None, D.KEEP, None),
+    # without nodes
+    (wants(S.STARTING), NO_NODES, D.MOVE, S.QUEUED),
+    (wants(S.QUEUED), NO_NODES, D.SAY, S.QUEUED),
+    (wants(S.QUEUED, **WAITED), NO_NODES, D.DELETE, None),
+    (wants(S.RESTARTING, restarts=1), replace(NO_NODES, finding=replace(WITHOUT, restarts=1)), D.MOVE, S.QUEUED),
+    (wants(S.RUNNING), NO_NODES, D.SAY, S.RUNNING),
+    (wants(S.RUNNING), replace(NO_NODES, finding=replace(WITHOUT, restarts=1)), D.MOVE, S.QUEUED),
 ]
 
 
@@ -125,6 +135,15 @@ def test_a_run_says_when_its_worker_is_silent_and_when_it_never_spoke() -> None:
     assert later == silent, "what is said does not change from pass to pass, or each would write"
     assert "reach the control plane" in decide_cluster(wants(silent_seconds=61.0), sees(S.RUNNING)).reason
     assert decide_cluster(wants(silent_seconds=None), sees(S.RUNNING)).reason == "is running"
+
+
+def test_what_a_run_waited_for_is_told_until_its_end() -> None:
+    waits = wants(S.QUEUED, **WAITED)
+    taken = decide_cluster(waits, NO_NODES)
+    assert taken.reason == "waited too long to be started: runtime.max_wait_seconds is 10; it waits for nodes: 0/3 fit"
+    goes = replace(waits, reason=taken.reason)
+    assert decide_cluster(goes, sees(S.STARTING, deleting=True)).reason == taken.reason, "its pods are gone by now"
+    assert decide_cluster(goes, gone()).reason == taken.reason
 
 
 def test_the_end_of_a_run_that_took_too_long_names_its_limit() -> None:

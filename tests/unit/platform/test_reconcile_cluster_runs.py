@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -465,6 +466,79 @@ def test_a_run_that_waits_in_its_queue_for_too_long_leaves_it_and_says_so(
     assert run.waiting_since is None
     assert cluster.there == {}
     assert "max_wait_seconds" in plane.service.explain_job(job.id).next_step
+
+
+def without_a_node(since: float) -> dict[str, Any]:
+    condition = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": "0/3 nodes are available: insufficient google.com/tpu",
+        "lastTransitionTime": datetime.fromtimestamp(since, UTC).isoformat(),
+    }
+    return {"metadata": {"name": "p-0", "labels": {}}, "status": {"phase": "Pending", "conditions": [condition]}}
+
+
+def test_a_run_that_is_admitted_and_gets_no_nodes_waits_and_for_too_long_ends_and_says_for_what(
+    plane: Plane, cluster: StandInCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = plane.launched(runtime={"max_wait_seconds": 3600, "max_seconds": 60})
+    plane.passes()
+    begun = plane.run(job)
+    assert begun.state is S.STARTING
+    cluster.pods[job.run_id] = [without_a_node(time.time() - 61)]
+    plane.passes()
+    run = plane.run(job)
+    assert (run.state, run.waiting_since) == (S.QUEUED, begun.active_since), "it never got what it waits for"
+    assert run.active_since is None, "its time limit counts no waiting"
+    told = plane.service.explain_job(job.id)
+    assert (told.cause, "insufficient google.com/tpu" in told.text) == ("no_nodes", True), told
+    later, passed = time.time() + 3601, uptime() + 3601
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.time.time", lambda: later)
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.uptime", lambda: passed)
+    plane.passes(2)
+    assert cluster.asked.count("delete") == 1
+    cluster.pods[job.run_id] = []  # they go first
+    plane.passes()
+    cluster.collect()
+    plane.passes(2)
+    run = plane.run(job)
+    assert (run.state, cluster.there) == (S.FAILED, {})
+    told = plane.service.explain_job(job.id)
+    (event,) = [each for each in plane.store.events(job.id).items if each.data.get("to") == S.FAILED]
+    for words in (run.reason, event.reason, told.text):
+        assert "runtime.max_wait_seconds is 3600" in words
+        assert "insufficient google.com/tpu" in words
+    assert (told.cause, "max_wait_seconds" in told.next_step) == ("wait_limit", True)
+
+
+def test_a_run_that_gets_its_nodes_late_starts_and_its_wait_is_over(plane: Plane, cluster: StandInCluster) -> None:
+    job = plane.launched(runtime={"max_wait_seconds": 3600})
+    cluster.pods[job.run_id] = [without_a_node(time.time() - 61)]
+    plane.passes()
+    assert plane.run(job).state is S.QUEUED
+    cluster.pods[job.run_id] = []
+    plane.passes()
+    run = plane.run(job)
+    assert (run.state, run.waiting_since) == (S.STARTING, None)
+    cluster.ready(job.run_id)
+    plane.passes()
+    assert plane.run(job).state is S.RUNNING
+
+
+def test_a_restart_that_gets_no_nodes_waits_and_goes_on_as_the_same_run(plane: Plane, cluster: StandInCluster) -> None:
+    job = plane.running()
+    cluster.restarting(job.run_id, 1)
+    plane.passes()
+    cluster.pods[job.run_id] = [without_a_node(time.time() - 61)]
+    plane.passes()
+    assert (plane.run(job).state, plane.run(job).restarts) == (S.QUEUED, 1)
+    cluster.pods[job.run_id] = []
+    plane.passes()
+    assert plane.run(job).state is S.STARTING
+    cluster.ready(job.run_id, restarts=1)
+    plane.passes()
+    assert (plane.run(job).state, plane.run(job).restarts, cluster.made) == (S.RUNNING, 1, [job.run_id])
 
 
 def test_a_wait_begins_anew_where_a_run_is_taken_off_its_nodes_or_resumed(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from twinstep.platform.scheduler.cluster.status import Finding
+from twinstep.platform.scheduler.cluster.status import UNSCHEDULABLE, Finding
 from twinstep.platform.scheduler.decide import wait_limit
 from twinstep.spec.states import ACTIVE, FINAL, WAITING, RunState
 
@@ -32,6 +32,8 @@ class ClusterWanted:
 
     state: RunState
     sent: Sent
+    reason: str = ""
+    """What it says of itself now."""
     cancel: bool = False
     """Somebody asked for it to stop."""
     suspend: bool = False
@@ -138,7 +140,7 @@ def _gone(wanted: ClusterWanted, sight: ClusterSight) -> ClusterAction:
     if _too_long(wanted):
         return _move(wanted, RunState.FAILED, _time_limit(wanted))
     if _waited_too_long(wanted):
-        return _move(wanted, RunState.FAILED, _wait_limit(wanted))
+        return _move(wanted, RunState.FAILED, _wait_over(wanted, None))
     return _move(wanted, RunState.FAILED, sight.finding.reason)
 
 
@@ -153,8 +155,9 @@ def _there(wanted: ClusterWanted, sight: ClusterSight) -> ClusterAction:
         return _taken_down(wanted, sight, "is being taken down")
     if _too_long(wanted):
         return _taken_down(wanted, sight, _time_limit(wanted))
-    if _waited_too_long(wanted) and finding.state is RunState.QUEUED:  # one that was admitted just now may start
-        return _taken_down(wanted, sight, f"{_wait_limit(wanted)}; it {finding.reason}")
+    # One that was admitted just now, or got its nodes, may start.
+    if _waited_too_long(wanted) and (finding.state is RunState.QUEUED or sight.deleting):
+        return _taken_down(wanted, sight, _wait_over(wanted, finding))
     if sight.deleting:
         return _action(wanted, ClusterDo.SAY, reason="somebody else has its objects deleted", finding=finding)
     if wanted.suspend and not wanted.suspended:
@@ -172,6 +175,8 @@ def _taken_down(wanted: ClusterWanted, sight: ClusterSight, reason: str) -> Clus
 def _follow(wanted: ClusterWanted, finding: Finding) -> ClusterAction:
     """Take over what is found, as far as the table of moves and what the worker itself reported let it."""
     to, now = finding.state, wanted.state
+    if finding.code == UNSCHEDULABLE and now is RunState.RUNNING and finding.restarts <= wanted.restarts:
+        to = now  # its worker has reported since: what misses a node is not what it needs
     if to is RunState.QUEUED:
         reason = "is suspended, as it was asked to be" if wanted.suspend else finding.reason
         return _move(wanted, to, reason, restarts=finding.restarts)
@@ -202,6 +207,14 @@ def _waited_too_long(wanted: ClusterWanted) -> bool:
 
 def _wait_limit(wanted: ClusterWanted) -> str:
     return wait_limit(wanted.max_wait_seconds or 0.0)
+
+
+def _wait_over(wanted: ClusterWanted, finding: Finding | None) -> str:
+    """Say that a run waited for too long, and for what, as it was seen last before it was taken down."""
+    limit = _wait_limit(wanted)
+    if wanted.reason.startswith(limit):
+        return wanted.reason
+    return limit if finding is None else f"{limit}; it {finding.reason}"
 
 
 def _time_limit(wanted: ClusterWanted) -> str:

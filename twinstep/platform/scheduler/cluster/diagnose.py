@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from twinstep.platform.scheduler.cluster.evidence import Evidence, Object, holds, number, seconds
-from twinstep.platform.scheduler.cluster.status import Finding
+from twinstep.platform.scheduler.cluster.status import UNSCHEDULABLE, Finding
 from twinstep.platform.store.records import Diagnosis, PodTrouble
 from twinstep.spec.states import RunState
 
@@ -30,7 +30,7 @@ def diagnose(evidence: Evidence, finding: Finding, *, before: Mapping[str, Any] 
     """
     known = Diagnosis.model_validate(before) if before else Diagnosis()
     pods = sorted(_troubles(evidence.pods), key=lambda each: (each.time is None, each.time or 0.0, each.pod))
-    waits = finding.state is RunState.QUEUED or finding.code == "Unschedulable"
+    waits = finding.state is RunState.QUEUED or finding.code == UNSCHEDULABLE
     found = Diagnosis(
         code=finding.code,
         waits=finding.reason[:MAX_TEXT] if waits else "",

@@ -34,7 +34,7 @@ from twinstep.platform.scheduler.cluster.evidence import Evidence
 from twinstep.platform.scheduler.cluster.lease import uptime
 from twinstep.platform.scheduler.cluster.patience import Patience
 from twinstep.platform.scheduler.cluster.port import Cluster, WorkloadRef
-from twinstep.platform.scheduler.cluster.status import Finding, find
+from twinstep.platform.scheduler.cluster.status import UNSCHEDULABLE, Finding, find
 from twinstep.platform.scheduler.passes import Passes, trouble_with
 from twinstep.platform.scheduler.render.render import RenderedRun, render
 from twinstep.platform.scheduler.rundir import hash_token
@@ -218,6 +218,7 @@ class ClusterReconciler(Passes):
         return ClusterWanted(
             state=run.state,
             sent=Sent.NOTHING if run.cluster is None else Sent.SURE if run.cluster.uid else Sent.MAYBE,
+            reason=run.reason,
             cancel=run.cancel_requested_at is not None,
             suspend=run.suspend_requested_at is not None,
             suspended=run.suspended_at is not None,
@@ -396,7 +397,9 @@ class ClusterReconciler(Passes):
             reason = f"{reason}; {words_of(pods[0])}"
         if to in FINAL and run.cluster is not None and run.cluster.uid and time.monotonic() < now.until:
             self._drain(run.id)  # who follows it is told of its end after its last line
-        changes = {"restarts": action.restarts, "diagnosis": diagnosis}
+        changes: dict[str, Any] = {"restarts": action.restarts, "diagnosis": diagnosis}
+        if to is RunState.QUEUED and run.state is RunState.STARTING and (diagnosis or {}).get("code") == UNSCHEDULABLE:
+            changes["waiting_since"] = run.active_since  # it never got its nodes, so it has waited for them since then
         path = path_to(run.state, to)
         now.since = now.since if now.moves else time.monotonic()
         now.moves.append(

@@ -13,6 +13,7 @@ from twinstep.platform.scheduler.cluster.evidence import Evidence, Object, fails
 from twinstep.spec.states import RunState
 
 UNSCHEDULABLE_S = 60.0  # a pod that no node takes for so long waits for capacity, not for the scheduler
+UNSCHEDULABLE = "Unschedulable"
 FINISHING_S = 600.0  # Ray's job is done; its submitter may take so long to say so
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
@@ -119,13 +120,15 @@ def _jobset(evidence: Evidence) -> Finding:
     if waiting := _waiting(evidence):
         return waiting
     wanted, ready = _slices(workload, status)
+    if ready < wanted and (waiting := _without_nodes(evidence, restarts)):
+        return waiting
     if holds(workload, "RestartingJobSet") or (restarts and ready < wanted):
         return Finding(
             state=RunState.RESTARTING, reason=f"its pods are started again, for the {_nth(restarts)} time",
             restarts=restarts, code="RestartingJobSet",
         )  # fmt: skip
     if ready < wanted:
-        return _starting(evidence, f"{ready} of {wanted} slices are ready", restarts)
+        return _starting(f"{ready} of {wanted} slices are ready", restarts)
     return Finding(state=RunState.RUNNING, reason="all its slices are ready", restarts=restarts)
 
 
@@ -173,9 +176,8 @@ def _rayjob(evidence: Evidence) -> Finding:
     if deployment == "Running" and job == "RUNNING":
         return Finding(state=RunState.RUNNING, reason="its Ray job runs", restarts=restarts)
     if deployment in ("", "Initializing", "Waiting", "Running"):
-        return _starting(
-            evidence, "its Ray cluster is being made" if deployment != "Running" else "its Ray job starts", restarts
-        )
+        starts = "its Ray cluster is being made" if deployment != "Running" else "its Ray job starts"
+        return _without_nodes(evidence, restarts) or _starting(starts, restarts)
     # A word that a later KubeRay has: say it, and stay.
     return Finding(state=RunState.STARTING, reason=f"KubeRay says {deployment!r}", restarts=restarts, code=deployment)
 
@@ -215,17 +217,22 @@ RAY_REASONS: Mapping[str, str] = {
 # ---- pods ----
 
 
-def _starting(evidence: Evidence, reason: str, restarts: int) -> Finding:
-    """Return that a run starts, or what keeps it from starting."""
+def _starting(reason: str, restarts: int) -> Finding:
+    return Finding(state=RunState.STARTING, reason=reason, restarts=restarts, code="Starting")
+
+
+def _without_nodes(evidence: Evidence, restarts: int) -> Finding | None:
+    """Return that a run was admitted and waits all the same, for nodes that there are not; None where it does not.
+
+    It holds nothing of what it asked for, or not all, and cannot go on: that is a queue, whoever keeps it.
+    """
     for pod in evidence.pods:
         scheduled = fails(pod, "PodScheduled")
         since = scheduled.since if scheduled else None
-        if scheduled and scheduled.reason == "Unschedulable" and since and evidence.now - since > UNSCHEDULABLE_S:
-            return Finding(
-                state=RunState.STARTING, reason=f"waits for nodes: {scheduled.message}", restarts=restarts,
-                code="Unschedulable",
-            )  # fmt: skip
-    return Finding(state=RunState.STARTING, reason=reason, restarts=restarts, code="Starting")
+        if scheduled and scheduled.reason == UNSCHEDULABLE and since and evidence.now - since > UNSCHEDULABLE_S:
+            reason = f"waits for nodes: {scheduled.message}"
+            return Finding(state=RunState.QUEUED, reason=reason, restarts=restarts, code=UNSCHEDULABLE)
+    return None
 
 
 READERS: dict[str, Callable[[Evidence], Finding]] = {"JobSet": _jobset, "RayJob": _rayjob}
