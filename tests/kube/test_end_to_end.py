@@ -347,10 +347,13 @@ def test_a_job_that_no_node_takes_is_explained(live: Live) -> None:
     assert live.place.server is not None
     live.place.server.shift = -120.0  # it has been so for two minutes
     job = live.submit(TPU)
-    live.when(job, "starting")
     live.explained(job, "Insufficient google.com/tpu")
+    live.when(job, "queued")
     live.ask(job, "cancel")
     live.when(job, "cancelled")
+    live.place.simulation.kubelet.full = ""
+    job = live.submit(TPU, name="another")
+    live.when(job, "running")
 
 
 def test_an_image_that_does_not_come_is_explained(live: Live) -> None:
