@@ -57,6 +57,7 @@ BENCHES = {
     "engine": Bench(
         "bench.engine", "SparseCore engine: a step with preprocessing ahead of it over the slower of the two"
     ),
+    "pipeline": Bench("bench.pipeline", "what stale lookups cost: SparseCore pipeline full and off on real ratings"),
     "quality": Bench(
         "bench.quality", "held-out AUC and NE of a tuned job over seeds, on both splits, beside baselines", keeps=True
     ),

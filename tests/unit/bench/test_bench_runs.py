@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import attention, depth, loader, preprocess, quality, recompile, sides, sparse, step, table_size
+from bench import attention, depth, loader, pipeline, preprocess, quality, recompile, sides, sparse, step, table_size
 from bench.measure import as_line
 from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
@@ -263,6 +263,39 @@ def test_loader_and_step_take_turns_in_one_process() -> None:
     assert found["ratios"]["step/pack"] == pytest.approx(found["ms"]["step"] / found["ms"]["pack"], rel=1e-2)
     assert found["samples_per_s"] > 0
     assert "on one core" in shown(loader.table(found))
+
+
+class Pipelines(Answers):
+    """Losses that fall from 1, a step later where lookups are stale; a seed moves both."""
+
+    def __init__(self, factory: str, arguments: dict[str, Any], **_: Any) -> None:
+        pass
+
+    def call(self, method: str, **given: Any) -> Any:
+        stale, seed = given["spec"]["embedding"]["pipeline"] == "full", given["spec"]["train"]["seed"]
+        losses = [1 - 0.01 * max(step - stale, 0) + seed for step in range(40)]
+        return {"losses": losses, "auc": 0.7 + 0.1 * seed - 0.02 * stale, "ne": None, "parameters": 9}
+
+
+def test_pipeline_pairs_its_sides_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "Child", Pipelines)
+    found = pipeline.run(pipeline.Size(spec=pipeline.SPEC, seeds=(0, 1)), say=lambda text: None)
+    check(found)
+    assert found["full_less_off"]["auc"]["mean"] == pytest.approx(-0.02)
+    assert found["full_less_off"]["auc"]["std"] == pytest.approx(0, abs=1e-9)  # of the difference, not of the seeds
+    assert set(found["full_less_off"]) == {"auc"}
+    assert len(found["sides"]["off"]["loss_curve"]) == pipeline.CURVE
+    assert "AUC -0.0200" in shown(pipeline.table(found))
+
+
+@pytest.mark.bench
+def test_pipeline_trains_both_ways_on_one_seed() -> None:
+    spec = {**pipeline.SPEC, "data": TINY["data"], "model": TINY["model"], "train": {"steps": 3}}
+    found = pipeline.run(pipeline.Size(spec=spec, seeds=(0,)), say=lambda text: None)
+    check(found)
+    off, full = (found["sides"][side]["loss_curve"] for side in pipeline.SIDES)
+    assert off[0] == pytest.approx(full[0])  # before the first update both see the same rows
+    assert off[-1] != full[-1]
 
 
 @pytest.mark.bench
