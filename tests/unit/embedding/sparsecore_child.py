@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from twinstep.worker.embedding.sparsecore.device.engine import Engine, Inputs
 from twinstep.worker.embedding.sparsecore.device.entries import Csr
 from twinstep.worker.embedding.sparsecore.initial import Normal
+from twinstep.worker.embedding.sparsecore.logical import to_logical
 from twinstep.worker.embedding.sparsecore.optimizers import Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 from twinstep.worker.embedding.sparsecore.spec import Cores, Feature, Limits, Quantization, Table
 from twinstep.worker.embedding.sparsecore.stacking import Stacking, StackPlan, plan_stacks
@@ -48,9 +49,11 @@ def plan_for(devices: int, cores: int, stacking: Stacking | None = None) -> Stac
     return plan_stacks(tables, features, Cores(devices=devices, per_device=cores), stacking)
 
 
-def logical(engine: Engine, tables: Any) -> dict[str, np.ndarray]:
+def logical(engine: Engine, tables: Any, *, of_all: bool = False) -> dict[str, np.ndarray]:
+    """Logical rows by table and part; `of_all`: as processes read them that hold a part each."""
     found: dict[str, list[np.ndarray]] = {}
-    for chunk in engine.to_logical(tables, chunk_rows=16):
+    chunks = to_logical(engine.plan, engine._read_of_all(tables), chunk_rows=16) if of_all else None
+    for chunk in chunks or engine.to_logical(tables, chunk_rows=16):
         found.setdefault(f"{chunk.table}/{chunk.part}", []).append(chunk.values)
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
@@ -152,6 +155,7 @@ def main(split_on: list[str], meshes: list[str]) -> None:
         if mesh in split_on:
             split = case.step(case.split(3))
             blocks = case.step(case.blocks())
+            found["processes_read_the_same"] = same(start, logical(case.engine, case.tables, of_all=True))
             found["minibatches_are_exact"] = same(activations, split[0]) and same(after, split[1])
             found["blocks_are_exact"] = same(activations, blocks[0]) and same(after, blocks[1])
         found["starts_alike"] = same(first, start)

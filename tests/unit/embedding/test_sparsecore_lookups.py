@@ -65,6 +65,11 @@ def test_first_values_depend_on_no_plan(found: Any, mesh: str) -> None:
     assert found[mesh]["starts_alike"]
 
 
+@pytest.mark.parametrize("mesh", SPLIT)
+def test_processes_that_hold_a_part_each_read_the_same_rows(found: Any, mesh: str) -> None:
+    assert found[mesh]["processes_read_the_same"]
+
+
 @pytest.mark.parametrize("mesh", MESHES[1:])
 def test_tables_and_slots_move_between_meshes_and_stackings(found: Any, mesh: str) -> None:
     assert found[mesh]["moves"]

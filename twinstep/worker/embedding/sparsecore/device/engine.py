@@ -165,7 +165,7 @@ class Engine:
     def to_logical(self, tables: Tables, *, chunk_rows: int = 1 << 16) -> Any:
         """Give tables and slots as chunks of logical rows: `logical.to_logical`.
 
-        Where other processes hold parts, all must ask, and each has one stored part at a time whole.
+        Where other processes hold parts, all must ask, and each has a chunk at a time of every shard.
         """
         if jax.process_count() > 1:
             return logical.to_logical(self.plan, self._read_of_all(tables), chunk_rows=chunk_rows)
@@ -184,16 +184,30 @@ class Engine:
         return logical.to_logical(self.plan, read, chunk_rows=chunk_rows)
 
     def _read_of_all(self, tables: Tables) -> logical.ReadShard:
-        held: dict[tuple[str, int], Any] = {}
+        """Return what reads rows of all processes' shards: one window of rows of every shard at a time, everywhere."""
+        everywhere = NamedSharding(self.mesh, P())
+        held: dict[tuple[str, int, int, int], Any] = {}
+
+        def window(table: jax.Array, first: jax.Array, cores: int, size: int) -> jax.Array:
+            def local(table: jax.Array, first: jax.Array) -> jax.Array:
+                rows = table.shape[0] // cores
+                parts = [jax.lax.dynamic_slice_in_dim(table, core * rows + first, size) for core in range(cores)]
+                return jnp.stack(parts)
+
+            mine = jax.shard_map(
+                local, mesh=self.mesh, in_specs=(P(self.axis), P()), out_specs=P(self.axis), check_vma=False
+            )
+            return mine(table, first)
+
+        gather = jax.jit(window, static_argnums=(2, 3), out_shardings=everywhere)
 
         def read(name: str, number: int, shard: int, first: int, last: int) -> logical.Rows:
-            if (name, number) not in held:
+            key = name, number, first, last
+            if key not in held:
                 held.clear()
-                everywhere = NamedSharding(self.mesh, P())
-                held[name, number] = np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(tables[name][number]))
-            stack = self.plan.stack(name)
-            start = shard * (stack.rows_per_shard // stack.pack)
-            rows: logical.Rows = held[name, number][start + first : start + last]
+                cores = self.plan.cores.per_device
+                held[key] = np.asarray(gather(tables[name][number], jnp.int32(first), cores, last - first))
+            rows: logical.Rows = held[key][shard]
             return rows
 
         return read
