@@ -47,9 +47,8 @@ BENCHES = {
     "preflight": Bench("bench.preflight", "a device's memory: the analytic model against the TPU compiler's report"),
     "sparse": Bench("bench.sparse", "a table of 1,000,000 × 64 by Adagrad: eager, its sparse gradients, ours"),
     "table-size": Bench("bench.table_size", "the same step with 2,000,000 and with 20,000 rows: time and memory"),
-    "checkpoint": Bench(
-        "bench.checkpoint", "saving and restoring, beside the disk; stall, resume, goodput with a kill"
-    ),
+    "checkpoint": Bench("bench.checkpoint", "saving and restoring, beside the disk; stall and resume of a run"),
+    "goodput": Bench("bench.goodput", "useful step time over wall time of a ten-minute run that is killed once"),
     "api": Bench("bench.api", "what a control plane bears: submits, passes, followers, reports, charts, plans"),
     "preprocess": Bench("bench.preprocess", "ids to SparseCore buffers: ours over jax-tpu-embedding's compiled code"),
     "hybrid": Bench("bench.hybrid", "a step in two processes, the next batch's ids on their way or not"),

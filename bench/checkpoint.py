@@ -1,21 +1,15 @@
-"""`checkpoint`: what saving costs a run, how fast the disk is used, how soon a killed run is back, and its goodput.
+"""`checkpoint`: what saving costs a run, how fast the disk is used, and how soon a killed run is back.
 
 disk: a state of so many MiB saved and restored, in turns with one file of as many bytes written (and fsynced) and read
 by plain system calls; before each read the file is dropped from the page cache. stall: seconds that steps waited for
 copies, over 100 steps' time, at one checkpoint per 100 steps. resume: from the start of the process to the first step,
-with a warm compile cache and a checkpoint, over a cold start. goodput: useful step time over wall time of a run under a
-supervisor whose worker is killed once, half way.
+with a warm compile cache and a checkpoint, over a cold start.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -26,23 +20,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from bench.child import ROOT, need_cxx
+from bench.child import need_cxx
+from bench.jobs import SPEC, Job, job_spec
 from bench.measure import MIN_RUNS, Say, interleave, ratio, ratio_spread, result, spread
 from twinstep.spec.errors import TrainError
 from twinstep.worker.checkpoint.read import Reader
 from twinstep.worker.checkpoint.saver import Checkpoints
 
 BLOCK = 8 << 20  # bytes of one system call of the plain side
-
-SPEC: dict[str, Any] = {
-    "name": "bench-checkpoint",
-    "model": {"embedding_dim": 64, "transducer_dim": 64, "num_layers": 2, "hidden_dim": 64},
-    "data": {
-        "dataset": "synthetic", "synthetic_events": 20000, "batch_size": 32, "uih_len": 64, "num_candidates": 8,
-        "rows": {"item_id": 200_000},
-    },
-    "train": {"eval_batches": 4, "log_every": 10},
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +42,6 @@ class Size:
     """Of the runs whose stall and start are measured."""
     every: int = 100
     """Steps between checkpoints."""
-    goodput_s: float = 600.0
-    """About how long the killed run trains."""
 
 
 FULL = Size()
@@ -77,7 +60,6 @@ def run(size: Size = FULL, *, say: Say) -> dict[str, Any]:
         body: dict[str, Any] = {"disk": _disk(size, base / "disk", say=say)}
         for backend in size.backends:
             body[backend] = _runs(size, backend, base / backend, say=say)
-        body["goodput"] = _goodput(size, size.backends[0], base, say=say)
     return result("checkpoint", body, runs=size.runs)
 
 
@@ -150,78 +132,18 @@ def _drop_from_cache(folder: Path) -> None:
             os.close(fd)
 
 
-def _spec(size: Size, backend: str, folder: Path, *, steps: int) -> dict[str, Any]:
-    spec = json.loads(json.dumps(size.spec))
-    spec["train"] = {**spec.get("train", {}), "steps": steps}
-    spec["compile"] = {"backend": backend, "cache_dir": str(folder / "cache")}
-    spec["checkpoint"] = {"path": str(folder / "place"), "every_steps": size.every}
-    return dict(spec)
-
-
-class _Job:
-    """One run of `twinstep train` under a supervisor, in a directory of its own."""
-
-    def __init__(self, spec: Mapping[str, Any], run_dir: Path, *, restarts: int = 0) -> None:
-        run_dir.mkdir(parents=True)
-        self.run_dir, self.started = run_dir, time.time()
-        (run_dir / "spec.json").write_text(json.dumps(spec))
-        order = {
-            "run_dir": str(run_dir),
-            "command": [sys.executable, "-m", "twinstep", "train", str(run_dir / "spec.json")],
-            "max_seconds": None,
-            "stop_grace_seconds": 10.0,
-            "restarts": restarts,
-        }
-        told = {
-            "TWINSTEP_RUN_ID": "bench", "TWINSTEP_RUN_DIR": str(run_dir), "TWINSTEP_API_URL": "http://127.0.0.1:9",
-            "TWINSTEP_RUN_TOKEN": "none", "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        command = [sys.executable, "-m", "twinstep.platform.scheduler.supervise", json.dumps(order)]
-        self._process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **told})
-
-    def records(self) -> list[dict[str, Any]]:
-        """Return what the run has reported."""
-        try:
-            lines = (self.run_dir / "spool.jsonl").read_bytes().split(b"\n")[:-1]
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in lines]
-
-    def step(self) -> int:
-        """Return the step that the run is at."""
-        with contextlib.suppress(OSError, ValueError):
-            return int(json.loads((self.run_dir / "heartbeat").read_bytes())["step"])
-        return 0
-
-    def kill_worker(self) -> None:
-        """Kill the worker, as whatever kills a process would."""
-        os.kill(json.loads((self.run_dir / "supervisor.json").read_text())["worker"]["pid"], signal.SIGKILL)
-
-    def end(self) -> dict[str, Any]:
-        """Wait for the end; return the summary and the wall seconds."""
-        while self._process.poll() is None:
-            time.sleep(0.2)
-        found = [each["summary"] for each in self.records() if each["kind"] == "result"]
-        if not found:
-            raise TrainError(f"a run failed: {(self.run_dir / 'log').read_text()[-500:]}", remedy="see its log")
-        return {**found[-1], "wall_s": time.time() - self.started}
-
-    def first_step_s(self) -> float:
-        """Return the seconds from the start of the process to the first step's report."""
-        return float(next(each["time"] for each in self.records() if each["kind"] == "metric")) - self.started
-
-
 def _runs(size: Size, backend: str, folder: Path, *, say: Say) -> dict[str, Any]:
     """Run a job from a cold start with checkpoints, then go on from them for one more step."""
     say(f"{backend}: {size.steps} steps from a cold start")
-    cold = _Job(_spec(size, backend, folder, steps=size.steps), folder / "cold")
+    cold = Job(job_spec(size.spec, backend, folder, steps=size.steps, every=size.every), folder / "cold")
     summary = cold.end()
     parts = summary["time_s"]
     saved = sum(each["kind"] == "event" and each["name"] == "checkpoint_saved" for each in cold.records())
     resumed = []
     for number in range(3):
         say(f"{backend}: resume {number + 1} of 3")
-        job = _Job(_spec(size, backend, folder, steps=size.steps + number + 1), folder / f"resume-{number}")
+        more = job_spec(size.spec, backend, folder, steps=size.steps + number + 1, every=size.every)
+        job = Job(more, folder / f"resume-{number}")
         job.end()
         resumed.append(job.first_step_s())
     step_s = parts["step"] / size.steps
@@ -236,38 +158,10 @@ def _runs(size: Size, backend: str, folder: Path, *, say: Say) -> dict[str, Any]
     }
 
 
-def _goodput(size: Size, backend: str, base: Path, *, say: Say) -> dict[str, Any]:
-    """Run a job for a while, and kill its worker half way."""
-    folder = base / backend  # its compile cache is warm, as that of a job that was compiled before
-    rate = [
-        each["values"]["step_ms"] + each["values"]["data_wait_ms"]
-        for each in map(json.loads, (folder / "cold" / "spool.jsonl").read_bytes().split(b"\n")[:-1])
-        if each["kind"] == "metric" and "step_ms" in each["values"]
-    ]
-    steps = max(20, int(size.goodput_s * 1e3 / statistics.median(rate)))
-    spec = _spec(size, backend, folder, steps=steps)
-    spec["checkpoint"]["path"] = str(base / "goodput-place")
-    say(f"goodput: {steps} steps, killed half way")
-    job = _Job(spec, base / "goodput", restarts=1)
-    while job.step() < steps // 2:
-        time.sleep(0.05)
-    job.kill_worker()
-    summary = job.end()
-    lost = [each["data"] for each in job.records() if each["kind"] == "event" and each["name"] == "resumed"]
-    return {
-        "share": summary["time_s"]["step"] / summary["wall_s"],
-        "told": summary["goodput"],
-        "wall_s": summary["wall_s"],
-        "steps": steps,
-        "lost_steps": lost[-1]["lost_steps"],
-        "time_s": summary["time_s"],
-    }
-
-
 def table(found: Mapping[str, Any]) -> Table:
     """Return what was found, for people."""
     made = Table("what", "value", "wanted")
-    disk, goodput = found["disk"], found["goodput"]
+    disk = found["disk"]
     for name in ("save", "restore"):
         speed = disk["mib_per_s"]
         plain = speed["write" if name == "save" else "read"]
@@ -288,5 +182,4 @@ def table(found: Mapping[str, Any]) -> Table:
                 f"{each['resume_s']:.1f} s of {each['cold_s']:.1f} s: {each['resume_share']:.0%}",
                 "≤ 20%",
             )
-    made.add_row("goodput, one kill", f"{goodput['share']:.1%} of {goodput['wall_s']:.0f} s", "≥ 95%")
     return made
