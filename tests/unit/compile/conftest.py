@@ -32,7 +32,7 @@ def same_numbers() -> Callable[..., None]:
     import numpy as np
     import torchax
 
-    from twinstep.worker.compile.lower.xla import JaxInterpreter
+    from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
 
     def hold(graph: Any, captured: Any, *, rtol: float = 2e-4, atol: float = 2e-5) -> None:
         torchax.default_env()  # fills the table of ops

@@ -222,7 +222,7 @@ def test_packages_that_do_not_load_are_named_with_the_tested_versions(monkeypatc
     monkeypatch.setitem(sys.modules, "torchax", None)
     model = linear()
     with pytest.raises(CompileError, match="packages of the xla backend do not load") as caught:
-        StepCompiler(square_step, model, torch.optim.SGD(model.parameters(), lr=0.1), backend="xla")
+        StepCompiler(square_step, model, torch.optim.SGD(model.parameters(), lr=0.1), backend="xla")(torch.ones(2, 3))
     assert "torchax==" in caught.value.remedy or "locks/full.txt" in caught.value.remedy
 
 

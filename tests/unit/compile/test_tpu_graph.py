@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from twinstep.worker.compile.capture import Captured, capture
-from twinstep.worker.compile.lower import pallas_attention, tpu_graph, xla
+from twinstep.worker.compile.lower import pallas_attention, tpu_graph, xla_trace
 from twinstep.worker.compile.partition import copy_graph, folded
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import resolve
@@ -67,7 +67,9 @@ def captured_step(model: nn.Module, *strategies: str) -> Captured:
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     ids = torch.randint(512, (ROWS,), generator=torch.Generator().manual_seed(1))
     state = TrainState(model, optimizer)
-    return capture(step, state, optimizer, ids, xla.decompositions(), backend="xla", strategies=resolve(strategies))
+    return capture(
+        step, state, optimizer, ids, xla_trace.decompositions(), backend="xla", strategies=resolve(strategies)
+    )
 
 
 def narrowed(captured: Captured) -> tuple[fx.GraphModule, dict[str, int]]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from twinstep.worker.compile.capture import Captured, capture
-from twinstep.worker.compile.lower import pallas_layers, tpu_layers, xla
+from twinstep.worker.compile.lower import pallas_layers, tpu_layers, xla_trace
 from twinstep.worker.compile.partition import copy_graph
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import resolve
@@ -83,7 +83,7 @@ def captured_step(model: nn.Module, *strategies: str) -> Captured:
     ids = torch.randint(50, (B, S), generator=torch.Generator().manual_seed(1))
     state = TrainState(model, optimizer)
     wanted = resolve(strategies or ("fused_attention",))
-    return capture(step, state, optimizer, ids, xla.decompositions(), backend="xla", strategies=wanted)
+    return capture(step, state, optimizer, ids, xla_trace.decompositions(), backend="xla", strategies=wanted)
 
 
 def fused(captured: Captured) -> tuple[fx.GraphModule, int]:

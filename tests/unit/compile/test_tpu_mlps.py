@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from twinstep.worker.compile.capture import Captured, capture
-from twinstep.worker.compile.lower import pallas_layers, tpu_mlps, xla
+from twinstep.worker.compile.lower import pallas_layers, tpu_mlps, xla_trace
 from twinstep.worker.compile.partition import copy_graph
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import resolve
@@ -68,7 +68,7 @@ def captured_step(model: nn.Module, *strategies: str, tokens: int = SOME) -> Cap
     ids, x = torch.randint(40, (tokens,), generator=source), torch.randn(tokens, 3, generator=source)
     state = TrainState(model, optimizer)
     wanted = resolve(strategies or ("fused_attention",))
-    return capture(step, state, optimizer, (ids, x), xla.decompositions(), backend="xla", strategies=wanted)
+    return capture(step, state, optimizer, (ids, x), xla_trace.decompositions(), backend="xla", strategies=wanted)
 
 
 def fused(captured: Captured) -> tuple[fx.GraphModule, int]:

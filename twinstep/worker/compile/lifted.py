@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from torch import nn
 
-from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.around import Around
 from twinstep.worker.compile.inputs import check_pieces
+from twinstep.worker.compile.lower.loading import loading
 from twinstep.worker.compile.program import Backend
 from twinstep.worker.compile.state import Optimizers, TrainState, as_mapping
 from twinstep.worker.compile.up_to_date import let_go
@@ -52,7 +48,7 @@ class Lifted:
         let_go(model, as_mapping(optimizer).values())
         state = TrainState(model, optimizer, gradients)
         # Each backend's stack takes seconds to import, so only the one asked for is.
-        with _loading(name):
+        with loading(name):
             if name == "inductor":
                 from twinstep.worker.compile.lower.inductor import InductorBackend
             else:
@@ -64,20 +60,3 @@ class Lifted:
         backend = XlaBackend(state, cache_dir=place, in_place=in_place, spread=where, around=around)
         backend.take_up()
         return cls(state, backend)
-
-
-@contextlib.contextmanager
-def _loading(name: str) -> Iterator[None]:
-    """Say which versions are tested where a backend's packages do not load, as after an upgrade of one of them."""
-    try:
-        yield
-    except Exception as error:  # an import raises whatever the imported code does
-        packages = ("torch", "torchax", "jax") if name == "xla" else ("torch",)
-        wanted: list[str] = []
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run from its source, not installed
-            wanted = [line.split(";")[0].strip() for line in importlib.metadata.requires("twinstep") or ()]
-        tested = [each for each in wanted if re.split(r"[<>=\[ ]", each)[0] in packages]
-        raise CompileError(
-            f"the packages of the {name} backend do not load: {type(error).__name__}: {error}",
-            remedy=f"install the tested versions: {', '.join(tested) or 'see locks/full.txt'}",
-        ) from error

@@ -27,6 +27,10 @@ class Program(Protocol):
         """Return the program as text, as the backend has it."""
 
 
+RowsHeld = dict[str, list[tuple[int, int, int]]]
+"""By path, of tensors that no process has whole: first row, the one after the last, and the process that has them."""
+
+
 class Backend(Protocol):
     """What lowers captured steps and owns their state between steps."""
 
@@ -45,6 +49,9 @@ class Backend(Protocol):
         """Return the program that `save` made parts of; any exception means that it must be compiled."""
 
     def pull(self) -> None: ...
+
+    def pull_own(self) -> RowsHeld:
+        """As `pull`; of tensors that no process has whole, bring this one's rows alone, and say who has which."""
 
     def push(self) -> None: ...
 

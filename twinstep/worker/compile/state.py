@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 from collections import defaultdict
@@ -412,8 +413,11 @@ def materialise(key: str, optimizer: Optimizer) -> None:
     }
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    # The method itself: what is wrapped around it imports torch._dynamo, in two seconds, only to be passed over by it.
+    step = inspect.unwrap(type(optimizer).step)
     try:
-        optimizer.step()
+        with torch.no_grad():
+            step(optimizer)
     finally:
         with torch.no_grad():
             for parameter, value, gradient in zip(parameters, before, gradients, strict=True):

@@ -39,6 +39,7 @@ from twinstep.worker.compile.key import (
 )
 from twinstep.worker.compile.lifted import BackendName, Lifted
 from twinstep.worker.compile.passes.communication import ranks
+from twinstep.worker.compile.program import RowsHeld
 from twinstep.worker.compile.runner import Runner
 from twinstep.worker.compile.shipped import Shipped
 from twinstep.worker.compile.stamp import Stamp
@@ -346,6 +347,10 @@ class StepCompiler:
         """Bring the live model and optimizers up to date; with backends that work in place, nothing is to do."""
         if self._lifted is not None:
             self._lifted.backend.pull()
+
+    def pull_own(self) -> RowsHeld:
+        """Bring as much up to date as this process has to save; return who has which rows of what none has whole."""
+        return {} if self._lifted is None else self._lifted.backend.pull_own()
 
     def push(self) -> None:
         """Take the state from the live model and optimizers, whatever was written to them and how (`.data` too)."""

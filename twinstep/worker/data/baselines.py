@@ -7,9 +7,6 @@ quality adds logistic regression.
 from __future__ import annotations
 
 import numpy as np
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import OneHotEncoder
 
 from twinstep.worker.data.datasets import Dataset
 from twinstep.worker.data.events import Ints
@@ -44,6 +41,10 @@ def baseline_aucs(dataset: Dataset | MultiHotDataset) -> dict[str, float | None]
 
 def logistic_regression_auc(dataset: Dataset) -> float | None:
     """Return the held-out AUC of logistic regression on user and item ids; None where undefined."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import OneHotEncoder
+
     events, held = dataset.events, dataset.held_out
     label = dataset.labels[0]
     if label[~held].min() == label[~held].max():

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from sklearn.metrics import log_loss, roc_auc_score
 
 EDGE = 1e-7  # predictions are kept this far from 0 and 1; float32 logits of real models stay inside
 COMPACT_AT = 1_000_000  # examples that are collected before they are sorted into the histogram
@@ -130,6 +129,8 @@ def score_histogram(found: Histogram) -> BinaryScores:
         )
     logits = np.nan_to_num(found.logits)  # an infinite one stays the first or the last
     prediction = np.clip(0.5 * (1 + np.tanh(0.5 * logits)), EDGE, 1 - EDGE)
+    from sklearn.metrics import log_loss, roc_auc_score  # over a second, which no run's first step has to wait for
+
     label = np.repeat((1, 0), len(found.logits))
     weight = np.concatenate((found.positives, found.negatives))
     loss = float(log_loss(label, np.tile(prediction, 2), sample_weight=weight, labels=[0, 1]))

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -77,7 +79,23 @@ def build_optimizer(
     spec: DenseOptimizerSpec | SparseOptimizerSpec, params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Return one optimizer over parameters, as its spec asks."""
-    return OPTIMIZERS[spec.kind](params, spec)
+    with _without_dynamo():
+        return OPTIMIZERS[spec.kind](params, spec)
+
+
+@contextlib.contextmanager
+def _without_dynamo() -> Iterator[None]:
+    """Let an optimizer be made without torch._dynamo, which it imports, in two seconds, only to be hidden from it."""
+    hidden = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)  # what torch._disable_dynamo hides
+    mark = "__dynamo_disable"  # where it keeps what it calls
+    if hidden is None or "torch._dynamo" in sys.modules or hasattr(hidden, mark):
+        yield
+        return
+    setattr(hidden, mark, hidden)
+    try:
+        yield
+    finally:
+        delattr(hidden, mark)
 
 
 def _sgd(params: list[nn.Parameter], spec: Any) -> torch.optim.Optimizer:

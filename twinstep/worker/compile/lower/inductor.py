@@ -39,7 +39,7 @@ from twinstep.worker.compile.lower.inductor_code import load_code, save_code
 from twinstep.worker.compile.lower.inductor_pieces import Pieces, Schedule, split
 from twinstep.worker.compile.lower.memory import give_back, keep_freed_memory
 from twinstep.worker.compile.partition import copy_graph, fold
-from twinstep.worker.compile.program import Collect
+from twinstep.worker.compile.program import Collect, RowsHeld
 from twinstep.worker.compile.stages import place
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import FusedUpdate
@@ -135,6 +135,10 @@ class InductorBackend:
 
     def pull(self) -> None:
         """Do nothing: the live tensors are the state."""
+
+    def pull_own(self) -> RowsHeld:
+        """Do nothing: the live tensors are the state, all of it."""
+        return {}
 
     def push(self) -> None:
         """Do nothing: the live tensors are the state."""

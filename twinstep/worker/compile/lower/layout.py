@@ -5,8 +5,8 @@ Used by `xla.py` only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,10 @@ from twinstep.spec.errors import CompileError
 from twinstep.spec.placement import Spec, place
 from twinstep.worker.compile.annotate import Inputs, Spread
 from twinstep.worker.compile.capture import Captured
-from twinstep.worker.compile.lower.xla_ring import RingOn
 from twinstep.worker.compile.padding import by_rows
+
+if TYPE_CHECKING:
+    from twinstep.worker.compile.lower.xla_ring import RingOn
 
 Specs = tuple[Spec, ...]
 
@@ -105,6 +107,8 @@ class Layout:
         Raises:
             CompileError: a table that was named for it is not split by rows.
         """
+        from twinstep.worker.compile.lower.xla_ring import RingOn  # with torchax, which lowering alone wants
+
         return RingOn.of(captured, self._mesh, self.state)
 
     def put(self, arrays: Iterable[jax.Array], specs: Specs) -> list[jax.Array]:
@@ -153,3 +157,30 @@ def several() -> bool:
 def add_rows(array: jax.Array, extra: int) -> jax.Array:
     """Return an array with `extra` rows of zeros at its end."""
     return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1)) if extra else array
+
+
+def rows_held(array: jax.Array, rows: int) -> list[tuple[int, int, int]] | None:
+    """Return who has which of an array's first `rows` rows: first row, the one after the last, process.
+
+    None: this process can read all of it, or it is split by something else than rows.
+    """
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return None
+    found: dict[tuple[int, int], int] = {}
+    for each, index in array.sharding.devices_indices_map(array.shape).items():
+        device: Any = each
+        whole = all(part.indices(size)[:2] == (0, size) for part, size in zip(index[1:], array.shape[1:], strict=True))
+        if not whole:
+            return None
+        start, stop, _ = index[0].indices(array.shape[0])
+        found[start, stop] = min(device.process_index, found.get((start, stop), device.process_index))
+    kept = ((start, min(stop, rows), process) for (start, stop), process in sorted(found.items()))
+    return [each for each in kept if each[0] < each[1]]
+
+
+def own_rows(array: jax.Array, rows: int) -> Iterator[tuple[int, int, jax.Array]]:
+    """Yield first row, the one after the last, and values of what of `rows_held` this process can read."""
+    for shard in array.addressable_shards:
+        start, stop, _ = shard.index[0].indices(array.shape[0])
+        if start < rows:
+            yield start, min(stop, rows), shard.data

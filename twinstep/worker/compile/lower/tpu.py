@@ -31,9 +31,10 @@ from twinstep.worker.compile.hlo import HloText, parse_hlo, with_entry
 from twinstep.worker.compile.lower import pallas_attention, xla_attention
 from twinstep.worker.compile.lower.tpu_traffic import traffic
 from twinstep.worker.compile.lower.tpu_words import in_plain_words
-from twinstep.worker.compile.lower.xla import as_jax, parts_of, result_dtypes
+from twinstep.worker.compile.lower.xla import parts_of
 from twinstep.worker.compile.lower.xla_around import with_around
 from twinstep.worker.compile.lower.xla_ring import RingOn
+from twinstep.worker.compile.lower.xla_trace import as_jax, result_dtypes
 from twinstep.worker.compile.overlap import overlap
 
 AXIS = DATA

@@ -1,29 +1,28 @@
 """Stage 5, lower with XLA: the captured ATen graph runs as JAX through torchax, under one jit with its state donated.
 
 State lives in JAX arrays between steps; `pull` copies it into the live module and optimizers, and a live tensor that
-someone wrote to since (a checkpoint load, say) is picked up before the next step. Only this module and `xla_ops.py`
-import torchax and jax.
+someone wrote to since (a checkpoint load, say) is picked up before the next step. How a graph becomes JAX is
+`xla_trace.py`'s, which a program from disk has no need of.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-import torchax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
-from torch import Tensor, fx
-from torch._decomp import core_aten_decompositions, get_decompositions
+from torch import Tensor
 
 from twinstep.spec.errors import CompileError, DataError, TwinstepError
 from twinstep.worker.compile.accumulation import Left
@@ -31,35 +30,26 @@ from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.around import Around
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower import xla_attention_cpu, xla_rows_cpu
-from twinstep.worker.compile.lower.bags import BAGS
-from twinstep.worker.compile.lower.layout import Layout, Specs, add_rows
+from twinstep.worker.compile.lower.layout import Layout, Specs, own_rows, rows_held
+from twinstep.worker.compile.lower.loading import loading
 from twinstep.worker.compile.lower.memory import give_back, keep_freed_memory
-from twinstep.worker.compile.lower.tpu_graph import narrow
-from twinstep.worker.compile.lower.tpu_layers import fuse_layers
-from twinstep.worker.compile.lower.tpu_mlps import fuse_mlps
 from twinstep.worker.compile.lower.xla_around import with_around
-from twinstep.worker.compile.lower.xla_attention import target_platform
-from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
-from twinstep.worker.compile.lower.xla_ring import RingOn, route
-from twinstep.worker.compile.partition import folded
-from twinstep.worker.compile.program import Collect
+from twinstep.worker.compile.program import Collect, RowsHeld
 from twinstep.worker.compile.state import TrainState
-from twinstep.worker.compile.strategies import FusedAttention, Rematerialise
 from twinstep.worker.compile.up_to_date import keep_up_to_date, let_go
 from twinstep.worker.ops.rows import UNIQUE_ROWS
 
 INT32 = torch.iinfo(torch.int32)
 
-_DECOMPOSED_TOO = (
-    torch.ops.aten._native_batch_norm_legit_functional,
-    torch.ops.aten.native_batch_norm,
-    torch.ops.aten.native_batch_norm_backward,
-)
 
+def _tracing() -> ModuleType:
+    """Return the half that traces, with torchax: half a second to import, of which a program from disk needs nothing.
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return core ATen, which torchax knows, and what it lowers wrongly (batch norm's running statistics) or lacks."""
-    return {**core_aten_decompositions(), **get_decompositions(_DECOMPOSED_TOO), **BAGS}
+    Raises:
+        CompileError: a package of it does not load.
+    """
+    with loading("xla"):
+        return importlib.import_module("twinstep.worker.compile.lower.xla_trace")
 
 
 class XlaBackend:
@@ -97,8 +87,8 @@ class XlaBackend:
         """Whether `state_dict()` asks this one, and no other compiler over the same model."""
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
-        """Return those of `decompositions`."""
-        return decompositions()
+        """Return what a captured step is made of."""
+        return _tracing().decompositions()
 
     def lower(self, captured: Captured) -> XlaProgram:
         """Compile `captured`.
@@ -106,7 +96,7 @@ class XlaBackend:
         Raises:
             CompileError: an op has no lowering, or XLA refuses the program.
         """
-        layout = self.layout
+        layout, tracing = self.layout, _tracing()
         batch_specs = layout.learn(captured)
         if not self.arrays:
             self.push()
@@ -117,7 +107,7 @@ class XlaBackend:
         batch_specs = batch_specs[: len(batch_specs) - given]
         batch = layout.put(map(_to_jax, captured.example[start : start + captured.num_batch - given]), batch_specs)
         self.key = layout.everywhere(self.key)
-        function, placing = as_jax(captured, layout.hidden(captured), layout.ring(captured)), layout.results()
+        function, placing = tracing.as_jax(captured, layout.hidden(captured), layout.ring(captured)), layout.results()
         more: tuple[Any, ...] = ()
         if self.around is not None:
             function, more = with_around(function, self.around), (self.around.state, self.around.arguments)
@@ -133,7 +123,7 @@ class XlaBackend:
                     donate_argnums=((0, 5) if more else 0) if self._in_place else (),
                     out_shardings=placing,
                 ).lower(self.arrays, rates, batch, constants, self.key, *more)
-                compiled = lowered.compile(_compiler_options(captured))
+                compiled = lowered.compile(tracing.compiler_options(captured))
         except CompileError:
             raise
         except Exception as error:  # torchax and JAX raise whatever an op's own code raises
@@ -147,11 +137,11 @@ class XlaBackend:
         return XlaProgram(
             self,
             compiled,
-            result_dtypes(captured),
+            tracing.result_dtypes(captured),
             captured.constants,
             batch_specs,
             from_cache=cached,
-            attention=_attention_widths(captured.graph),
+            attention=tracing.attention_widths(captured.graph),
             rows=self._on_one_cpu and bool(captured.graph.graph.find_nodes(op="call_function", target=UNIQUE_ROWS)),
         )
 
@@ -245,20 +235,38 @@ class XlaBackend:
         Raises:
             CompileError: a step failed while it ran and took the state with it.
         """
-        if self.arrays and self.ahead:
-            self.check_state()
-            if not self._live.outdated():
-                self.push_written()
-            live = self._live.live_by_path()
-            with torch.no_grad():
-                for index, (slot, array) in enumerate(zip(self._live.slots, self.arrays, strict=True)):
-                    if slot.path in live:  # an optimizer's state may have been cleared since
-                        tensor = live[slot.path].detach()
-                        values = _to_torch(self.layout.whole(array), tensor.dtype)
-                        tensor.copy_(values[: len(tensor)] if self.layout.padded(index) else values)
-            if self.around is not None:
-                self.around.pull()
-            self._note()
+        self._bring(own=False)
+
+    def pull_own(self) -> RowsHeld:
+        """Copy this process's rows of tensors that are split over processes, and all others whole; as `pull` else."""
+        return self._bring(own=True)
+
+    def _bring(self, *, own: bool) -> RowsHeld:
+        held: RowsHeld = {}
+        if not (self.arrays and self.ahead):
+            return held
+        self.check_state()
+        if not self._live.outdated():
+            self.push_written()
+        live = self._live.live_by_path()
+        with torch.no_grad():
+            for index, (slot, array) in enumerate(zip(self._live.slots, self.arrays, strict=True)):
+                if slot.path not in live:  # an optimizer's state may have been cleared since
+                    continue
+                tensor = live[slot.path].detach()
+                rows = rows_held(array, len(tensor)) if own else None
+                if rows is not None:
+                    held[slot.path] = rows
+                    for start, stop, values in own_rows(array, len(tensor)):
+                        tensor[start:stop].copy_(_to_torch(values, tensor.dtype)[: stop - start])
+                    continue
+                values = _to_torch(self.layout.whole(array), tensor.dtype)
+                tensor.copy_(values[: len(tensor)] if self.layout.padded(index) else values)
+        if self.around is not None:
+            self.around.pull()
+        self._note()
+        self.ahead = bool(held)  # of those, other processes' rows are not here yet
+        return held
 
     def check_state(self) -> None:
         """Raise CompileError if the device's state is gone: reusing a donated buffer crashes the process."""
@@ -271,18 +279,6 @@ class XlaBackend:
     def _note(self) -> None:
         self.ahead = False
         self._seen = [(tensor, tensor._version) for tensor in self._live.live()]
-
-
-def _compiler_options(captured: Captured) -> dict[str, Any]:
-    """Return options of XLA's that the step's strategies want."""
-    if captured.context.strategy(Rematerialise) is not None and jax.default_backend() == "cpu":
-        # On CPU, XLA drops barriers before it looks for common subexpressions, and orders ops for concurrency: what is
-        # to be computed late would be computed once, or early. (A TPU keeps barriers.)
-        return {
-            "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-            "xla_disable_hlo_passes": "cse",
-        }
-    return {}
 
 
 class XlaProgram:
@@ -363,44 +359,6 @@ class XlaProgram:
         return self._constant_arrays
 
 
-def as_jax(
-    captured: Captured, hidden: Mapping[int, int] = MappingProxyType({}), ring: RingOn | None = None
-) -> Callable[..., Any]:
-    """Return the graph as a JAX function; the random key goes in and comes out, or masks would repeat.
-
-    Args:
-        captured: the step.
-        hidden: by slot how many rows at a tensor's end the step must not see.
-        ring: devices that tables are passed around.
-    """
-    env = torchax.default_env()
-
-    def step(
-        state: list[jax.Array],
-        rates: list[jax.Array],
-        batch: list[jax.Array],
-        constants: list[jax.Array],
-        key: jax.Array,
-    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-        state = [array[: len(array) - hidden[slot]] if slot in hidden else array for slot, array in enumerate(state)]
-        graph = folded(captured, target_platform())
-        fused = captured.context.strategy(FusedAttention)
-        if target_platform() == "tpu" and fused is not None:
-            if fused.whole_layers:
-                fuse_layers(graph, captured.num_state)
-                fuse_mlps(graph, captured.num_state)
-            narrow(graph)
-        if ring is not None:
-            route(graph, captured, ring)
-        with env.override_property(prng=key):
-            results = list(JaxInterpreter(graph).run(*state, *rates, *batch, *constants))
-            next_key = env.prng_key
-        new = [add_rows(array, hidden.get(slot, 0)) for slot, array in enumerate(results[: captured.num_state])]
-        return new, results[captured.num_state :], next_key
-
-    return step
-
-
 def parts_of(
     compiled: Any, dtypes: list[torch.dtype], places: tuple[Specs, tuple[int, ...], Specs], attention: list[list[int]]
 ) -> dict[str, bytes]:
@@ -417,24 +375,6 @@ def parts_of(
         "layout": pickle.dumps(places),
         "attention": json.dumps(attention).encode(),
     }
-
-
-def result_dtypes(captured: Captured) -> list[torch.dtype]:
-    """Return the dtypes of a step's results, without the new state."""
-    results: Any = captured.graph.graph.output_node().args[0]
-    return [node.meta["val"].dtype for node in results[captured.num_state :]]
-
-
-def _attention_widths(graph: fx.GraphModule) -> list[list[int]]:
-    """Return the query and value widths of the attention ops of a graph and those within it."""
-    graphs = [module.graph for module in graph.modules() if isinstance(module, fx.GraphModule)]
-    found = {
-        (node.args[0].meta["val"].shape[3], node.args[2].meta["val"].shape[3])
-        for each in graphs
-        for node in each.nodes
-        if node.target is torch.ops.twinstep.hstu_attention.default
-    }
-    return [list(widths) for widths in sorted(found)]
 
 
 def _to_jax(tensor: Tensor) -> jax.Array:
@@ -454,8 +394,9 @@ def _to_jax(tensor: Tensor) -> jax.Array:
                 remedy=f"map ids and times into {INT32.min}…{INT32.max} (seconds, not milliseconds)",
             )
     if tensor.dtype is torch.bfloat16:
-        return jnp.array(tensor.float().numpy(), dtype=jnp.bfloat16, copy=True)
-    return jnp.array(tensor.numpy(), copy=True)
+        return jax.device_put(tensor.float().numpy().astype(jnp.bfloat16), may_alias=False)
+    # Not jnp.array, which compiles a program for each shape only to copy. Nobody writes to what JAX reads here.
+    return jax.device_put(np.array(tensor.numpy()), may_alias=False)
 
 
 def _to_torch(array: jax.Array, dtype: torch.dtype) -> Tensor:

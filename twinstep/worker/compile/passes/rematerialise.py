@@ -14,7 +14,6 @@ import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import networkx as nx
 from torch import fx
 
 from twinstep.spec.errors import CompileError
@@ -101,6 +100,8 @@ class _Split:
         Args:
             products: whether matrix products may be computed again.
         """
+        import networkx as nx  # which only this asks for
+
         flow = nx.DiGraph()
         for node in self.forward:
             if is_random(node) or (is_product(node) and not products):
