@@ -23,15 +23,16 @@ from test_hybrid_parallel import DLRM, TABLES, divided, spec_of
 
 from twinstep.spec.errors import DataError, UnavailableError
 from twinstep.spec.parse import validate_spec
+from twinstep.worker.checkpoint.place import LocalPlace
 from twinstep.worker.data.prefetch import Prefetch
 from twinstep.worker.train import run as runs
+from twinstep.worker.train import shared_saving
 from twinstep.worker.train.group import Group, PeerLost
 from twinstep.worker.train.hybrid import HybridStepper
 from twinstep.worker.train.loop import Trainer
 from twinstep.worker.train.processes import Process, Together
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.ranks import Ranks
-from twinstep.worker.train.shared import SharedSaving
 from twinstep.worker.train.stop import StopSignal
 
 CPU = torch.device("cpu")
@@ -233,20 +234,36 @@ class Told(Together):
             return value
         return self._said.pop(0)
 
+    def gather(self, value: Any) -> list[Any]:
+        return [value, False]  # the other one sees no file of this one's
+
 
 @pytest.mark.parametrize("which", ["save", "save_last"])
-def test_a_disk_that_is_full_for_process_0_ends_all(which: str) -> None:
+def test_a_disk_that_is_full_for_process_0_ends_all(
+    which: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     said: list[Any] = []
+    told: list[str] = []
     stepper: Any = SimpleNamespace(pull=lambda: None)
 
     def fail(*arguments: Any, **more: Any) -> None:
         raise UnavailableError("the disk is full", remedy="make room")
 
-    saving: Any = SimpleNamespace(save=fail, save_last=fail)
+    def make(*arguments: Any, **more: Any) -> Any:
+        return SimpleNamespace(save=fail, wants_last=fail, place=LocalPlace(tmp_path))
+
+    monkeypatch.setattr(shared_saving, "Saving", make)
     for rank, message in ((0, "^the disk is full"), (1, "process 0 failed: the disk is full")):
-        shared = SharedSaving(
-            lambda: saving, Told(rank, said), model=torch.nn.Linear(1, 1), optimizers={}, stepper=stepper
+        shared = shared_saving.SharedSaving(
+            validate_spec({"name": "t"}),
+            tmp_path,
+            Told(rank, said),
+            model=torch.nn.Linear(1, 1),
+            optimizers={},
+            stepper=stepper,
+            tell=lambda name, text, data: told.append(name),
         )
         with pytest.raises(UnavailableError, match=message):
             shared.save(1, {}) if which == "save" else shared.save_last(1, {}, within=1.0)
     assert not said
+    assert told == ["checkpoints_by_one"]

@@ -20,6 +20,8 @@ import hybrid_child
 from test_hybrid_parallel import DLRM, STEPS, TABLES, assert_equal, divided, in_processes, spec_of
 
 from twinstep.spec.parse import validate_spec
+from twinstep.worker.checkpoint.place import open_place
+from twinstep.worker.checkpoint.read import Reader
 
 LIMIT = 600.0
 pytestmark = pytest.mark.timeout(1500)
@@ -69,6 +71,15 @@ def ranks_of(launcher: int) -> list[int]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
+def writers(place: Path) -> dict[str, int]:
+    """Return how many processes wrote the newest checkpoint's tensors, by kind; each has files of its own."""
+    where = open_place(place)
+    found: dict[str, set[str]] = {}
+    for path, entry in Reader(where, max(where.names())).manifest.tensors.items():
+        found.setdefault(path.split(":")[0], set()).update(piece.file[:9] for piece in entry.pieces)
+    return {kind: len(files) for kind, files in found.items()}
+
+
 def endless(**parts: Any) -> dict[str, Any]:
     spec = divided(spec_of(DLRM, **parts), "row_wise", TABLES["dlrm"])
     spec["train"] = {"steps": ENDLESS}
@@ -111,6 +122,7 @@ def test_a_run_moves_between_engines_and_numbers_of_processes(first: str, tmp_pa
     whole = hybrid_child.train(validate_spec(oracle))
     if first == "divided":
         in_processes(tmp_path, [divided(half, "row_wise", TABLES["dlrm"])])
+        assert writers(tmp_path / "kept") == {"parameter": 2, "optimizer": 2, "buffer": 1, "random": 1}
         found = hybrid_child.train(validate_spec(rest))
     else:
         hybrid_child.train(validate_spec(half))

@@ -83,6 +83,7 @@ class Run:
             self.code = None if self.summary is not None else self.trainer.leave()
         finally:
             self.trainer.close()
+        self.trainer._stepper.pull()
         self.state: dict[str, Tensor] = {
             path: tensor.clone()
             for path, tensor in run_tensors(

@@ -80,6 +80,7 @@ class Run:
             if self.summary is None:
                 self.trainer.leave()
             trainer = self.trainer
+            trainer._stepper.pull()
             self.state: dict[str, Tensor] = {
                 path: tensor.clone()
                 for path, tensor in run_tensors(

@@ -17,6 +17,8 @@ import pytest
 
 from twinstep.spec.errors import UnavailableError
 from twinstep.spec.parse import validate_spec
+from twinstep.worker.checkpoint.place import open_place
+from twinstep.worker.checkpoint.read import Reader
 from twinstep.worker.embedding.sparsecore import fdo
 from twinstep.worker.train import run as run_module
 from twinstep.worker.train.processes import NAMES, Process, Together
@@ -132,6 +134,13 @@ def test_two_processes_train_to_the_losses_of_one_which_goes_on_from_their_check
     saved = tmp_path / "two"
     two = trained(spec_of(model, engine, saved, devices=8, steps=4), tmp_path / "together", 2)
     assert numbers(two, "loss") == pytest.approx(numbers(one, "loss")[:4], rel=1e-5)
+    where = open_place(saved)
+    tensors = Reader(where, max(where.names())).manifest.tensors
+    assert {piece.file[:9] for entry in tensors.values() for piece in entry.pieces} == {"data-0000", "data-0001"}
+    if engine == "dense":  # a table that is split by rows over devices is written by the processes that have them
+        split = [entry.pieces for path, entry in tensors.items() if len(entry.pieces) > 1]
+        assert split
+        assert all({piece.file[:9] for piece in pieces} == {"data-0000", "data-0001"} for pieces in split)
     # The same place, more steps, other devices: it goes on where the first attempt ended.
     more = trained(spec_of(model, engine, saved, devices=4, steps=6), tmp_path / "again", 1)
     assert numbers(more, "loss") == pytest.approx(numbers(one, "loss")[4:], rel=1e-5)

@@ -6,7 +6,7 @@ so that every backend reads what any other wrote; a backend that holds the state
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from twinstep.spec.errors import Fault
 from twinstep.worker.checkpoint.errors import MisfitError
-from twinstep.worker.checkpoint.manifest import Manifest
+from twinstep.worker.checkpoint.manifest import Manifest, Part
+from twinstep.worker.checkpoint.shares import Rows, Share
 from twinstep.worker.compile.state import Slot, materialise
 
 RANDOM = "random:"
@@ -116,23 +117,44 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        """By path; contiguous, on the CPU."""
+        """By path; contiguous, on the CPU. Of whole tensors; `parts` are all there are."""
+        self.parts: list[Part] = []
+        self._buffers: dict[tuple[str, int], Tensor] = {}
 
-    def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors`; this is all of a checkpoint that a run waits for."""
-        self.tensors = {path: self._copied(path, tensor.detach()) for path, tensor in tensors.items()}
+    def take(self, tensors: Mapping[str, Tensor], share: Share | None = None) -> None:
+        """Copy `tensors`, or of them the rows of a share; this is all of a checkpoint that a run waits for."""
+        self._buffers = {(path, 0): tensor for path, tensor in self.tensors.items()} | {
+            (part.path, part.start): part.rows for part in self.parts
+        }
+        self.parts = [
+            Part(path, tuple(tensor.shape), start, self._copied((path, start), rows))
+            for path, tensor in tensors.items()
+            for start, rows in _rows_of(tensor.detach(), None if share is None else share.get(path, []))
+        ]
+        self._buffers = {}
+        self.tensors = {part.path: part.rows for part in self.parts if part.rows.shape == part.shape}
 
-    def _copied(self, path: str, tensor: Tensor) -> Tensor:
-        buffer = self.tensors.get(path)
+    def _copied(self, key: tuple[str, int], tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return buffer.copy_(tensor)
 
     def not_finite(self) -> str | None:
         """Return the path of a parameter, or of optimizer state, with a NaN or infinity in it; None: there is none."""
-        for path, tensor in self.tensors.items():
+        for part in self.parts:
+            path, tensor = part.path, part.rows
             floats = tensor.is_floating_point() and path.startswith(("parameter:", "optimizer:"))
             # The sum is cheap and NaN spreads through it; only where it is not finite are elements looked at.
             if floats and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
                 return path
         return None
+
+
+def _rows_of(tensor: Tensor, wanted: Sequence[Rows] | None) -> Iterator[tuple[int, Tensor]]:
+    if wanted is None or not tensor.dim():
+        if wanted is None or wanted:
+            yield 0, tensor
+        return
+    for start, stop in wanted:
+        yield start, tensor[start:stop]

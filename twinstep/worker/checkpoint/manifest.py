@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -114,22 +115,79 @@ class Manifest(_Part):
             ) from None
 
 
-def lay_out(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorEntry], dict[str, int]]:
-    """Return where each tensor goes (checksums still 0), and each file's bytes."""
-    entries: dict[str, TensorEntry] = {}
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Rows of one tensor, as one process writes them."""
+
+    path: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+    """Which row the first of `rows` is."""
+    rows: Tensor
+    """[n, …], contiguous, on the CPU; the tensor itself where it has no dimensions."""
+
+
+def whole_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
+    """Return all rows of tensors by path."""
+    return [Part(path, tuple(tensor.shape), 0, tensor) for path, tensor in tensors.items()]
+
+
+def lay_out(parts: Iterable[Part], *, prefix: str = "data") -> tuple[list[tuple[Part, Piece]], dict[str, int]]:
+    """Return where the rows of each part go, piece by piece (checksums still 0), and each file's bytes.
+
+    Args:
+        prefix: beginning of the names of files; processes that write one checkpoint have each its own.
+    """
+    placed: list[tuple[Part, Piece]] = []
     files: dict[str, int] = {}
     name = ""
-    for path, tensor in tensors.items():
-        pieces = []
-        for start, stop, size in _row_ranges(tensor):
+    for part in parts:
+        for start, stop, size in _row_ranges(part.rows):
             if not name or (files[name] + size > FILE_BYTES and files[name]):
-                name = f"data-{len(files):05d}"
+                name = f"{prefix}-{len(files):05d}"
                 files[name] = 0
-            pieces.append(Piece(start=start, stop=stop, file=name, offset=files[name], size=size))
+            first, last = part.start + start, part.start + stop
+            placed.append((part, Piece(start=first, stop=last, file=name, offset=files[name], size=size)))
             files[name] += size
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries[path] = TensorEntry(shape=tuple(tensor.shape), dtype=dtype, pieces=tuple(pieces))
-    return entries, files
+    return placed, files
+
+
+def entries_of(parts: Iterable[Part], pieces: Iterable[tuple[str, Piece]]) -> dict[str, TensorEntry]:
+    """Return an entry for each tensor that there are parts of, with its pieces in the order of rows."""
+    found: dict[str, list[Piece]] = {}
+    for path, piece in pieces:
+        found.setdefault(path, []).append(piece)
+    return {
+        part.path: TensorEntry(
+            shape=part.shape,
+            dtype=str(part.rows.dtype).removeprefix("torch."),
+            pieces=tuple(sorted(found.get(part.path, ()), key=lambda piece: piece.start)),
+        )
+        for part in parts
+    }
+
+
+def merged(all_entries: Sequence[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """Return the entries of one checkpoint that several processes wrote.
+
+    Raises:
+        ValueError: they are not of the same tensors, or a row was written twice or by nobody.
+    """
+    found: dict[str, TensorEntry] = {}
+    for entries in all_entries:
+        for path, entry in entries.items():
+            before = found.get(path, entry.model_copy(update={"pieces": ()}))
+            if (before.shape, before.dtype) != (entry.shape, entry.dtype):
+                raise ValueError(f"processes hold {path} with different shapes or dtypes")
+            pieces = sorted((*before.pieces, *entry.pieces), key=lambda piece: piece.start)
+            found[path] = entry.model_copy(update={"pieces": tuple(pieces)})
+    for path, entry in found.items():
+        ends = [0, *(piece.stop for piece in entry.pieces)]
+        starts = [*(piece.start for piece in entry.pieces), entry.rows if 0 not in entry.shape else 0]
+        if ends != starts:
+            raise ValueError(f"rows of {path} were written twice or by nobody")
+    return found
 
 
 def _row_ranges(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -151,19 +209,3 @@ def rows_as_bytes(tensor: Tensor, start: int, stop: int) -> memoryview:
     flat = tensor.reshape(-1).view(torch.uint8)
     row = flat.numel() // rows
     return flat[start * row : stop * row].numpy().data
-
-
-def by_file(entries: Mapping[str, TensorEntry]) -> dict[str, list[tuple[str, Piece]]]:
-    """Return the pieces of each file in the order they lie there, each with its tensor's path."""
-    found: dict[str, list[tuple[str, Piece]]] = {}
-    for path, piece in _pieces(entries.items()):
-        found.setdefault(piece.file, []).append((path, piece))
-    for pieces in found.values():
-        pieces.sort(key=lambda each: each[1].offset)
-    return found
-
-
-def _pieces(entries: Iterable[tuple[str, TensorEntry]]) -> Iterator[tuple[str, Piece]]:
-    for path, entry in entries:
-        for piece in entry.pieces:
-            yield path, piece

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,13 +21,15 @@ from torch.optim import Optimizer
 
 from twinstep.spec.errors import TwinstepError
 from twinstep.worker.checkpoint.content import Snapshot, check_fits, load_tensors
+from twinstep.worker.checkpoint.crew import Beside, Crew, NotWritten, prefix_of, written_or_why
 from twinstep.worker.checkpoint.errors import DamagedError, TakenError
 from twinstep.worker.checkpoint.keep import Keep, to_remove
 from twinstep.worker.checkpoint.lease import Hold, hold
 from twinstep.worker.checkpoint.manifest import MANIFEST, Manifest
 from twinstep.worker.checkpoint.place import in_words, open_place, unavailable
 from twinstep.worker.checkpoint.read import Reader
-from twinstep.worker.checkpoint.write import write_whole
+from twinstep.worker.checkpoint.shares import Held, shares
+from twinstep.worker.checkpoint.write import Written, commit
 
 NAME = re.compile(r"^(\d{6,12})-step-(\d{1,12})(?:-[0-9a-f]{8})?$")  # number, step, and who wrote it to a URI
 
@@ -71,11 +74,13 @@ class Checkpoints:
         self.snapshot = Snapshot()
         self.last_step: int | None = None
         """Of the newest checkpoint that is whole."""
+        self.crew: Crew | None = None
+        """The run's processes, where each writes rows of its own; this is process 0 then."""
         self._keep, self._only_finite = keep or Keep(), only_finite
         self._hold: Hold = hold(self.place, owner, lineage=lineage, attempt=attempt)
         self._lock = threading.Lock()
         self._notes: list[Note] = []
-        self._thread: threading.Thread | None = None
+        self._beside = Beside()
         self._whole: dict[str, Manifest] = {}
         self._broken: list[tuple[int, str]] = []
         try:
@@ -162,18 +167,27 @@ class Checkpoints:
     @property
     def busy(self) -> bool:
         """Whether the one before is still being written."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._beside.busy
 
     def save(
-        self, tensors: Mapping[str, Tensor], *, step: int, about: dict[str, Any], scores: dict[str, float] | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        step: int,
+        about: dict[str, Any],
+        scores: dict[str, float] | None = None,
+        held: Held = MappingProxyType({}),
     ) -> float:
         """Copy `tensors` and let a thread write them; return the seconds that took here.
 
         Waits first for the one before, if that is still being written: ask `busy` to avoid it.
+
+        Args:
+            held: of tensors that no process of a crew has whole, who has which rows.
         """
         started = time.perf_counter()
         self.finish()
-        self.snapshot.take(tensors)
+        self.snapshot.take(tensors, None if self.crew is None else shares(tensors, self.crew.count, held)[0])
         self._number += 1
         name = "-".join(filter(None, (f"{self._number:06d}-step-{step}", self._hold.writer)))
         manifest = Manifest(
@@ -185,20 +199,14 @@ class Checkpoints:
             files={},
             tensors={},
         )
-        self._thread = threading.Thread(target=self._write, args=(name, manifest), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._beside.start(self._write, name, manifest)
         stall = time.perf_counter() - started
         self.stall_seconds += stall
         return stall
 
     def finish(self, timeout: float | None = None) -> bool:
         """Wait until the checkpoint that is being written is whole, or has failed; return whether that was in time."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                return False
-            self._thread = None
-        return True
+        return self._beside.finish(timeout)
 
     def notes(self) -> list[Note]:
         """Return what happened since this was last asked."""
@@ -216,7 +224,8 @@ class Checkpoints:
         try:
             whole = self._write_files(name, manifest)
         except Exception as error:  # a file system's OSError, or whatever the client of a store raises
-            why = error.problem if isinstance(error, TakenError | _NotFinite) else in_words(error)
+            why = error.problem if isinstance(error, TakenError) else in_words(error)
+            why = str(error) if isinstance(error, NotWritten) else why
             if not isinstance(error, TakenError):  # whoever has lost the place removes nothing there either
                 self._drop(name)
             good = (
@@ -239,10 +248,23 @@ class Checkpoints:
         self._prune()
 
     def _write_files(self, name: str, manifest: Manifest) -> Manifest:
-        tensors = self.snapshot.tensors
-        if self._only_finite and (path := self.snapshot.not_finite()) is not None:
-            raise _NotFinite(path)
-        return write_whole(self.place, name, tensors, manifest, check=self._hold.check)
+        crew, begun = self.crew, False
+        try:
+            self._hold.check()
+            self.place.begin(name)
+            begun = True
+        finally:
+            if crew is not None:
+                crew.of_first(name if begun else None)
+        prefix = "data" if crew is None else prefix_of(0)
+        found = written_or_why(self.place, name, self.snapshot, prefix=prefix, only_finite=self._only_finite)
+        everyones = [found] if crew is None else crew.to_first(found)
+        written = [each for each in everyones if isinstance(each, Written)]
+        for rank, each in enumerate(everyones):
+            if isinstance(each, str):
+                raise NotWritten(f"process {rank}: {each}" if crew is not None else each)
+        self._hold.check()
+        return commit(self.place, name, manifest, written)
 
     def _drop(self, name: str) -> None:
         try:
@@ -279,9 +301,3 @@ class Checkpoints:
     def _note(self, name: str, reason: str, data: dict[str, Any]) -> None:
         with self._lock:
             self._notes.append(Note(name=name, reason=reason, data=data))
-
-
-class _NotFinite(Exception):
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.problem = f"{path} holds NaN or infinity"

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from torch import Tensor
 
-from twinstep.worker.checkpoint.manifest import MANIFEST, Manifest, Piece, by_file, lay_out, rows_as_bytes
+from twinstep.worker.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Part,
+    Piece,
+    TensorEntry,
+    entries_of,
+    lay_out,
+    merged,
+    rows_as_bytes,
+    whole_parts,
+)
 from twinstep.worker.checkpoint.place import Place
 
 WRITERS = 2  # threads: one counts checksums while the other waits for the disk
+
+
+class Written(NamedTuple):
+    """What one process has written of a checkpoint."""
+
+    entries: dict[str, TensorEntry]
+    """By path, with the pieces that it wrote."""
+    files: dict[str, int]
+    """Bytes of each."""
 
 
 def write_whole(
@@ -33,34 +54,49 @@ def write_whole(
         OSError: or whatever the client of a store raises; what was written has no manifest then, and counts for
             nothing.
     """
-    entries, files = lay_out(tensors)
-    pieces = by_file(entries)
     check()
     place.begin(name)
-
-    def write(file: str) -> dict[tuple[str, int], int]:
-        views = [(path, piece, rows_as_bytes(tensors[path], piece.start, piece.stop)) for path, piece in pieces[file]]
-        sums = {(path, piece.start): zlib.crc32(view) for path, piece, view in views}
-        place.write(name, file, [view for _, _, view in views])
-        return sums
-
-    sums: dict[tuple[str, int], int] = {}
-    with ThreadPoolExecutor(WRITERS) as pool:
-        for found in pool.map(write, files):
-            sums |= found
-
-    def summed(path: str, piece: Piece) -> Piece:
-        return piece.model_copy(update={"crc32": sums[path, piece.start]})
-
-    whole = manifest.model_copy(
-        update={
-            "files": files,
-            "tensors": {
-                path: entry.model_copy(update={"pieces": tuple(summed(path, piece) for piece in entry.pieces)})
-                for path, entry in entries.items()
-            },
-        }
-    )
+    written = write_parts(place, name, whole_parts(tensors))
     check()
+    return commit(place, name, manifest, [written])
+
+
+def write_parts(place: Place, name: str, parts: Sequence[Part], *, prefix: str = "data") -> Written:
+    """Write parts of a checkpoint that was begun; all of it is durable when this returns.
+
+    Args:
+        prefix: beginning of the names of files; processes that write one checkpoint have each its own.
+    """
+    placed, files = lay_out(parts, prefix=prefix)
+    by_file: dict[str, list[tuple[Part, Piece]]] = {file: [] for file in files}
+    for part, piece in placed:
+        by_file[piece.file].append((part, piece))
+
+    def write(file: str) -> list[tuple[str, Piece]]:
+        views = [
+            (part.path, piece, rows_as_bytes(part.rows, piece.start - part.start, piece.stop - part.start))
+            for part, piece in by_file[file]
+        ]
+        summed = [(path, piece.model_copy(update={"crc32": zlib.crc32(view)})) for path, piece, view in views]
+        place.write(name, file, [view for _, _, view in views])
+        return summed
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        pieces = [piece for found in pool.map(write, files) for piece in found]
+    return Written(entries_of(parts, pieces), files)
+
+
+def commit(place: Place, name: str, manifest: Manifest, written: Sequence[Written]) -> Manifest:
+    """Write the last file of a checkpoint, which makes it count, and return what it says.
+
+    Args:
+        written: what each process wrote.
+
+    Raises:
+        ValueError: that does not make all rows of all tensors, each once.
+    """
+    entries = merged([each.entries for each in written])
+    files = {file: size for each in written for file, size in each.files.items()}
+    whole = manifest.model_copy(update={"files": files, "tensors": entries})
     place.commit(name, MANIFEST, whole.to_bytes())
     return whole

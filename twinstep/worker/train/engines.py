@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twinstep.spec.job import JobSpec
+from twinstep.worker.checkpoint.shares import Held
 from twinstep.worker.compile import CompileEvent, CompileWarning, Runner, StepCompiler
 from twinstep.worker.data.batch import BATCH_DIMS, BatchStats
 from twinstep.worker.data.loader import Loader
@@ -120,6 +121,13 @@ class Stepper:
     def pull(self) -> None:
         """Bring the live model and optimizers up to date."""
         self._compiler.pull()
+
+    def pull_own(self) -> Held:
+        """Bring up to date at least what this process is to save; return who has which rows of what none has whole.
+
+        What is not named is up to date in every process, as after `pull`; the rest is so only after `pull`.
+        """
+        return self._compiler.pull_own()
 
     def push(self) -> None:
         """Take the state from the live model and optimizers."""

@@ -49,7 +49,7 @@ class Group(Together):
         self.ranks, self.device = ranks, device
         self.stop: AgreedStop | None = None
         """What processes tell each other with every batch; None outside a loop."""
-        self._timeout = datetime.timedelta(seconds=seconds)
+        self.patience = datetime.timedelta(seconds=seconds)
         self._store: Any = HashStore()
         self._own = False
 
@@ -66,27 +66,26 @@ class Group(Together):
         try:
             if self._own:
                 self._join()
-            self.tables = distributed.new_group(timeout=self._timeout)
-            # What is not on the device travels by gloo whatever the device.
-            self.host = distributed.new_group(backend="gloo", timeout=self._timeout)
-            self._ahead = distributed.new_group(backend="gloo", timeout=self._timeout)
+            self.tables = distributed.new_group(timeout=self.patience)
+            # What is not on the device travels by gloo whatever the device: counts, checkpoints, what hosts agree on.
+            self.host = distributed.new_group(backend="gloo", timeout=self.patience)
         except (RuntimeError, ValueError) as error:
             raise UnavailableError(
                 f"process {ranks.rank} of {ranks.size} does not reach the others at {ranks.address}:{ranks.port} "
-                f"within {self._timeout.total_seconds():g} s: {_short(error)}",
+                f"within {self.patience.total_seconds():g} s: {_short(error)}",
                 remedy="start all processes at about the same time; MASTER_ADDR names the host of rank 0",
             ) from error
 
     def _join(self) -> None:
         ranks = self.ranks
         if ranks.size > 1:
-            self._store = TCPStore(ranks.address, ranks.port, ranks.size, ranks.first, self._timeout, multi_tenant=True)
+            self._store = TCPStore(ranks.address, ranks.port, ranks.size, ranks.first, self.patience, multi_tenant=True)
         distributed.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
             store=PrefixStore("twinstep", self._store),
             rank=ranks.rank,
             world_size=ranks.size,
-            timeout=self._timeout,
+            timeout=self.patience,
         )
 
     def sum(self, values: Tensor) -> distributed.Work:

@@ -28,6 +28,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from twinstep.worker.checkpoint.shares import Held
 from twinstep.worker.compile import Runner, StepCompiler
 from twinstep.worker.compile.inputs import check_finite
 from twinstep.worker.compile.strategies import DEFAULT_STRATEGIES, Communication
@@ -305,13 +306,14 @@ class HybridStepper(Stepper):
         return self._compiler.runner(self._share(batch, rows), sizes=sizes)
 
     def pull(self) -> None:
-        """Bring the live model and optimizers up to date, on every process; a collective, unless they are so already.
-
-        Whoever saves pulls again by itself, which the others then take no part in.
-        """
+        """Bring the live model and optimizers up to date on every process; a collective, unless they are so already."""
         if not self._live_is_current:
             self._state.pull()
             self._live_is_current = True
+
+    def pull_own(self) -> Held:
+        """Bring up to date what this process is to save; a collective, which moves no rows of divided tables."""
+        return {} if self._live_is_current else self._state.pull_own()
 
     def push(self) -> None:
         """Take the state from the live model and optimizers, which are the same on all processes."""

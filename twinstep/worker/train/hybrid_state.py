@@ -95,9 +95,28 @@ class HybridState:
         self._copy(into_live=True)
         if self.tables is not None:
             self.tables.pull(self._whole)
-            for tensors in self._whole.values():
-                if "step" in tensors and self.updates:
-                    tensors["step"].fill_(self.updates)
+            self._count()
+
+    def pull_own(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Bring this process's rows up to date, and what is not divided by rows; a collective.
+
+        Returns:
+            By path, of what is divided by rows: first row, the one after the last, and who has them.
+        """
+        self._copy(into_live=True)
+        if self.tables is None:
+            return {}
+        held = self.tables.pull_own(self._whole)
+        self._count()
+        live = live_tensors(self._live, self._live_optimizers)
+        paths = {tensor.data_ptr(): path for path, tensor in live.items() if tensor.numel()}
+        return {paths[self._whole[table][name].data_ptr()]: rows for (table, name), rows in held.items()}
+
+    def _count(self) -> None:
+        """Say how many steps tables have taken, where their optimizer counts them."""
+        for tensors in self._whole.values():
+            if "step" in tensors and self.updates:
+                tensors["step"].fill_(self.updates)
 
     @torch.no_grad()
     def _copy(self, *, into_live: bool) -> None:

@@ -39,7 +39,8 @@ from twinstep.worker.train.rewind import Interrupted, Rewind
 from twinstep.worker.train.saving import Saving, place_of, run_tensors
 from twinstep.worker.train.schedule import Schedule
 from twinstep.worker.train.scores import Scores, Window
-from twinstep.worker.train.shared import SharedSaving, in_evaluation, loaded_as, make_loaders, shared_stop
+from twinstep.worker.train.shared import in_evaluation, loaded_as, make_loaders, shared_stop
+from twinstep.worker.train.shared_saving import SharedSaving
 from twinstep.worker.train.speed import Speed, told_of
 from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
 from twinstep.worker.train.versions import software_versions
@@ -131,7 +132,7 @@ class Trainer:
             return None
         state: dict[str, Any] = {"model": self._model, "optimizers": self._optimizers, "stepper": self._stepper}
         if self._together.several:
-            return SharedSaving(lambda: Saving(self.spec, where, tell=self._event, **state), self._together, **state)
+            return SharedSaving(self.spec, where, self._together, tell=self._event, **state)
         return Saving(self.spec, where, tell=self._event, **state)
 
     def _open_rewind(self) -> Rewind | None:
@@ -462,8 +463,7 @@ class Trainer:
         self._stop.end_between_steps()
         if self._saving is not None:
             self._saving.key = event.key
-        source = SOURCES[event.cache]
-        text = f"{event.reason}: {event.seconds:.1f} s on {event.backend} ({event.nodes} nodes, {source})"
+        text = f"{event.reason}: {event.seconds:.1f} s on {event.backend} ({event.nodes} nodes, {SOURCES[event.cache]})"
         self._reporter.event(event.name, text, {"step": self.step, **dataclasses.asdict(event)})
         self._view.say(f"{event.name}: {text}")
 

@@ -69,6 +69,10 @@ class Together:
 
     own_rows = False
     """Whether each process steps on rows of its own, and not on its part of one program."""
+    host: Any = None
+    """The group, over gloo, of what hosts agree on; None: torch's default one."""
+    patience = PATIENCE
+    """That one waits for another."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -147,7 +151,7 @@ class Together:
         from torch import distributed
 
         found: list[Any] = [None] * self.process.count
-        distributed.all_gather_object(found, value)
+        distributed.all_gather_object(found, value, group=self.host)
         return found
 
     def any(self, wish: bool) -> bool:
@@ -161,6 +165,6 @@ class Together:
         from torch import distributed
 
         found: list[Any] = [value]
-        distributed.broadcast_object_list(found, src=0)
+        distributed.broadcast_object_list(found, src=0, group=self.host)
         told: Value = found[0]
         return told

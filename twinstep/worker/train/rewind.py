@@ -42,7 +42,7 @@ class Rewind:
         stepper: Stepper,
         tensors: Callable[[], dict[str, Tensor]],
     ) -> None:
-        """`tensors` gives the run's state, up to date."""
+        """`tensors` gives the run's state as the live model has it."""
         self._spec, self._model, self._optimizers, self._stepper = spec, model, optimizers, stepper
         self._tensors = tensors
         for key, optimizer in optimizers.items():  # what is made at the first step could not be brought back else
@@ -59,11 +59,15 @@ class Rewind:
 
     def take(self, step: int) -> None:
         """Copy the state after `step`, unless it is spoiled already, as a loss to come will tell."""
-        self._next.take(self._tensors())
+        self._copy_live()
         if self._next.not_finite() is None or not self._copy.tensors:
             self._copy, self._next = self._next, self._copy
             self._dropped.clear()
             self.step = step
+
+    def _copy_live(self) -> None:
+        self._stepper.pull()
+        self._next.take(self._tensors())
 
     def back(self) -> None:
         """Bring the copy's state back."""
@@ -89,7 +93,7 @@ class Rewind:
             if number in self._dropped:
                 continue
             run(number)
-            self._next.take(self._tensors())
+            self._copy_live()
             if self._next.not_finite() is not None:
                 return self.without(number, run)
         self._dropped.add(bad)

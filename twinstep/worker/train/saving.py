@@ -18,10 +18,13 @@ from twinstep.spec.base import Spec
 from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import CheckpointSpec, JobSpec
 from twinstep.worker.checkpoint.content import RANDOM, live_tensors
+from twinstep.worker.checkpoint.crew import Crew
 from twinstep.worker.checkpoint.errors import MisfitError
 from twinstep.worker.checkpoint.keep import Keep
 from twinstep.worker.checkpoint.manifest import Manifest
+from twinstep.worker.checkpoint.place import LocalPlace, UriPlace
 from twinstep.worker.checkpoint.saver import Checkpoints
+from twinstep.worker.checkpoint.shares import Held
 from twinstep.worker.train.engines import Stepper
 from twinstep.worker.train.versions import software_versions
 
@@ -85,12 +88,21 @@ class Saving:
             owner=f"{f'run {run}' if run else 'twinstep train'} on {machine.node()} (process {os.getpid()})",
             lineage=os.environ.get(PLACE, ""),
             attempt=_number(os.environ.get(ATTEMPT)),
-            only_finite=spec.debug.stop_on_nonfinite or spec.train.on_nan != "stop",
+            only_finite=only_finite(spec),
         )
         self.key = ""
         """Digest of the newest CompileKey, to be put into checkpoints."""
         self._saved_step = -1
         self._saved_at = time.monotonic()
+
+    def join(self, crew: Crew) -> None:
+        """Let each process of the run write rows of its own from now on."""
+        self._checkpoints.crew = crew
+
+    @property
+    def place(self) -> LocalPlace | UriPlace:
+        """Where checkpoints lie."""
+        return self._checkpoints.place
 
     @property
     def last_good(self) -> int | None:
@@ -136,11 +148,35 @@ class Saving:
             return False  # the disk is slower than the clock: the next step asks again
         return by_steps or by_time or by_score
 
-    def save(self, step: int, about: dict[str, Any], *, scores: Mapping[str, float | None] | None = None) -> None:
-        """Copy the state after `step`, and let it be written beside the run."""
+    def save(
+        self,
+        step: int,
+        about: dict[str, Any],
+        *,
+        scores: Mapping[str, float | None] | None = None,
+        held: Held | None = None,
+    ) -> None:
+        """Copy the state after `step`, and let it be written beside the run.
+
+        Args:
+            held: of what no process has whole, who has which rows; the live state is up to date then.
+        """
         told = {name: float(value) for name, value in (scores or {}).items() if name in SCORES and value is not None}
-        self._checkpoints.save(self.tensors(), step=step, about=self._about(about), scores=told)
+        if held is None:
+            self._stepper.pull()
+        tensors = run_tensors(self._spec, self._model, self._optimizers, self._stepper)
+        self._checkpoints.save(tensors, step=step, about=self._about(about), scores=told, held=held or {})
         self._saved_step, self._saved_at = step, time.monotonic()
+
+    def wants_last(self, step: int, *, within: float) -> bool:
+        """Wait for what is being written; say whether the state after `step`, the last one, is to be saved yet."""
+        return self._checkpoints.finish(within) and step not in (0, self._checkpoints.last_step)
+
+    def has_last(self, step: int, *, within: float) -> bool:
+        """Wait for what is being written; say whether the newest checkpoint is the one of `step`."""
+        self._checkpoints.finish(max(0.0, within))
+        self.look()
+        return step in (0, self._checkpoints.last_step)
 
     def save_last(self, step: int, about: dict[str, Any], *, within: float) -> bool:
         """Save the state after `step` where it is not saved yet, and wait until it is written, for so many seconds.
@@ -149,15 +185,9 @@ class Saving:
             Whether the newest checkpoint is the one of `step`.
         """
         ends = time.monotonic() + within
-        if self._checkpoints.finish(within) and step not in (0, self._checkpoints.last_step):
+        if self.wants_last(step, within=within):
             self.save(step, about)
-            self._checkpoints.finish(max(0.0, ends - time.monotonic()))
-        self.look()
-        return step in (0, self._checkpoints.last_step)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the run's state by path: the live tensors, brought up to date, and the random generator's."""
-        return run_tensors(self._spec, self._model, self._optimizers, self._stepper)
+        return self.has_last(step, within=ends - time.monotonic())
 
     def _about(self, more: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -216,6 +246,11 @@ def _changed(spec: Spec, before: Mapping[str, Any], path: str) -> Iterator[Fault
             yield Fault(field=field, problem=f"is {given}, in the checkpoint {allowed}", given=given, allowed=allowed)
 
 
+def only_finite(spec: JobSpec) -> bool:
+    """Say whether a state with NaN or infinity in it is not to be saved."""
+    return spec.debug.stop_on_nonfinite or spec.train.on_nan != "stop"
+
+
 def random_name(spec: JobSpec) -> str:
     """Return the path of the random state that a spec's backend draws from."""
     return f"{RANDOM}{'xla' if spec.compile.backend == 'xla' else 'torch'}"
@@ -224,8 +259,7 @@ def random_name(spec: JobSpec) -> str:
 def run_tensors(
     spec: JobSpec, model: nn.Module, optimizers: Mapping[str, Optimizer], stepper: Stepper
 ) -> dict[str, Tensor]:
-    """Return a run's state by path: its live tensors, brought up to date, and its random generator's."""
-    stepper.pull()
+    """Return a run's state by path: its live tensors, as they are, and its random generator's."""
     return live_tensors(model, optimizers) | {random_name(spec): stepper.random_state()}
 
 

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from torch import distributed, nn
-from torch.optim import Optimizer
-
-from twinstep.spec.errors import UnavailableError
 from twinstep.spec.job import DataSpec, JobSpec
-from twinstep.worker.checkpoint.content import live_tensors
-from twinstep.worker.checkpoint.manifest import Manifest
-from twinstep.worker.compile.state import materialise
 from twinstep.worker.data.batch import BatchStats
 from twinstep.worker.data.datasets import Dataset
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch, MultiHotBatch, MultiHotDataset
 from twinstep.worker.data.order import HostShare
-from twinstep.worker.train.engines import Stepper
 from twinstep.worker.train.group import Group
 from twinstep.worker.train.processes import Process, Together
-from twinstep.worker.train.saving import Saving
 from twinstep.worker.train.stop import StopSignal
 
 Value = TypeVar("Value")
@@ -99,99 +89,6 @@ class EvaluationStop(StopSignal):
 def in_evaluation(stop: StopSignal) -> StopSignal:
     """Return what an evaluation asks in the place of a loop's own."""
     return EvaluationStop(stop) if isinstance(stop, AgreedStop) else stop
-
-
-class SharedSaving:
-    """Process 0's checkpoints, with the others: all bring their state up to date, and take up what process 0 read."""
-
-    def __init__(
-        self,
-        make: Callable[[], Saving],
-        together: Together,
-        *,
-        model: nn.Module,
-        optimizers: Mapping[str, Optimizer],
-        stepper: Stepper,
-    ) -> None:
-        self._together, self._stepper = together, stepper
-        self._model, self._optimizers = model, optimizers
-        self._saving = self._do(make) if together.first else self._do(lambda: None)
-        self.key = ""
-
-    def _do(self, work: Callable[[], Value]) -> Value:
-        """Run process 0's part; where it fails, all fail."""
-        problem, found = None, None
-        try:
-            found = work()
-        except Exception as error:
-            problem = error
-        told = self._together.of_first(None if problem is None else f"{problem}")
-        if problem is not None:
-            raise problem
-        if told is not None:
-            raise UnavailableError(f"process 0 failed: {told}", remedy="see the log of process 0")
-        return found  # type: ignore[return-value]
-
-    @property
-    def last_good(self) -> int | None:
-        """Step of the newest checkpoint that is whole."""
-        return self._together.of_first(None if self._saving is None else self._saving.last_good)
-
-    def restore(self) -> Manifest | None:
-        """Bring back the newest state that is whole, in every process."""
-        saving = self._saving
-        for name, optimizer in self._optimizers.items():
-            materialise(name, optimizer)
-        manifest = self._together.of_first(self._do(saving.restore if saving is not None else lambda: None))
-        if manifest is None:
-            return None
-        for tensor in live_tensors(self._model, self._optimizers).values():
-            held = tensor.detach().contiguous()
-            distributed.broadcast(held, src=0)
-            tensor.detach().copy_(held)
-        random = self._stepper.random_state()
-        distributed.broadcast(random, src=0)
-        if not self._together.first:
-            self._stepper.push()
-            self._stepper.set_random_state(random)
-        return manifest
-
-    def due(self, step: int, *, scored: bool) -> bool:
-        """Say whether the state after `step` is to be saved now."""
-        return self._together.of_first(self._saving is not None and self._saving.due(step, scored=scored))
-
-    def save(self, step: int, about: dict[str, Any], *, scores: Mapping[str, float | None] | None = None) -> None:
-        """Save the state after `step`."""
-        self._stepper.pull()
-
-        def save() -> None:
-            if self._saving is not None:
-                self._saving.key = self.key
-                self._saving.save(step, about, scores=scores)
-
-        self._do(save)
-
-    def save_last(self, step: int, about: dict[str, Any], *, within: float) -> bool:
-        """Save the state after `step` where it is not saved yet, and wait until it is written."""
-        self._stepper.pull()
-
-        def save() -> bool:
-            if self._saving is None:
-                return True
-            self._saving.key = self.key
-            return self._saving.save_last(step, about, within=within)
-
-        return self._together.of_first(self._do(save))
-
-    def look(self) -> None:
-        """Report what happened beside the run."""
-        if self._saving is not None:
-            self._saving.look()
-
-    def close(self) -> None:
-        """Wait for what is being written."""
-        if self._saving is not None:
-            self._saving.close()
 
 
 class OwnRows(Loader):

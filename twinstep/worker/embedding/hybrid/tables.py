@@ -189,6 +189,27 @@ class DividedTables:
             for piece in divided.pieces:
                 divided.window(whole[divided.table][divided.name], piece).copy_(piece.everywhere(self._group))
 
+    @torch.no_grad()
+    def pull_own(self, whole: Whole) -> dict[tuple[str, str], list[tuple[int, int, int]]]:
+        """Fill this process's rows of whole tables, and all of what is divided by columns; a collective.
+
+        Returns:
+            By table and tensor, of those divided by rows: first row, the one after the last, and who has them.
+        """
+        held = {}
+        for divided in divided_tensors(self._sharded, self._kind):
+            tensor = whole[divided.table][divided.name]
+            by_rows = all(len(each.sizes) == 1 or each.sizes[1] == tensor.shape[1] for each in divided.pieces)
+            for piece in divided.pieces:
+                if not by_rows:
+                    divided.window(tensor, piece).copy_(piece.everywhere(self._group))
+                elif piece.here is not None:
+                    divided.window(tensor, piece).copy_(piece.here)
+            if by_rows:
+                rows = [(each.offsets[0], each.offsets[0] + each.sizes[0], each.owner) for each in divided.pieces]
+                held[divided.table, divided.name] = sorted(rows)
+        return held
+
 
 class LookingUp:
     """Rows on their way back."""

@@ -1,0 +1,239 @@
+"""Checkpoints that several processes write: each its own rows, whole or not at all, and like any other to a reader."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from twinstep.worker.checkpoint.crew import Member
+from twinstep.worker.checkpoint.manifest import Piece, TensorEntry, merged
+from twinstep.worker.checkpoint.place import LocalPlace, open_place
+from twinstep.worker.checkpoint.read import Reader
+from twinstep.worker.checkpoint.saver import Checkpoints
+from twinstep.worker.checkpoint.shares import SPLIT_BYTES, shares
+
+
+class Threads:
+    """Processes that are threads of this one; what they tell each other goes through a list, behind a barrier."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.barrier = threading.Barrier(count, timeout=60)
+        self.said: list[Any] = [None] * count
+
+    def of(self, rank: int) -> Any:
+        return _Thread(self, rank)
+
+
+class _Thread:
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self._threads, self.rank, self.count = threads, rank, threads.count
+
+    def _all(self, value: Any) -> list[Any]:
+        self._threads.said[self.rank] = value
+        self._threads.barrier.wait()
+        found = list(self._threads.said)
+        self._threads.barrier.wait()
+        return found
+
+    def of_first(self, value: Any) -> Any:
+        return self._all(value)[0]
+
+    def to_first(self, value: Any) -> list[Any]:
+        found = self._all(value)
+        return found if self.rank == 0 else []
+
+
+class Run:
+    """A run of several processes that saves into one place; tensors of row ranges stand for divided tables."""
+
+    def __init__(self, where: str | Path, count: int = 3) -> None:
+        self.threads = Threads(count)
+        self.first = Checkpoints(where)
+        self.first.crew = self.threads.of(0)
+        self.others = [Member(open_place(where), self.threads.of(rank), only_finite=True) for rank in range(1, count)]
+
+    def save(self, step: int, tensors: list[dict[str, Tensor]], held: Any) -> None:
+        for member, own in zip(self.others, tensors[1:], strict=True):
+            member.save(own, held)
+        self.first.save(tensors[0], step=step, about={}, held=held)
+        self.first.finish()
+        for member in self.others:
+            member.finish()
+
+    def notes(self) -> list[tuple[str, str]]:
+        return [(note.name, note.reason) for note in self.first.notes()]
+
+
+def state(seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {
+        "parameter:table": torch.rand(11, 4),
+        "optimizer:sparse/sum/table": torch.rand(11, 1),
+        "parameter:large": torch.rand(SPLIT_BYTES // 16, 4),
+        "parameter:dense": torch.rand(3, 5),
+        "optimizer:dense/step/dense": torch.tensor(7.0),
+        "parameter:none": torch.rand(0, 4),
+        "random:torch": torch.arange(5, dtype=torch.uint8),
+    }
+
+
+HELD = {"parameter:table": [(0, 4, 2), (4, 11, 1)], "optimizer:sparse/sum/table": [(0, 4, 2), (4, 11, 1)]}
+
+
+def own_of(whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """What a process has: of what is divided, only its rows are right; its random numbers are its own."""
+    found = {path: tensor.clone() for path, tensor in whole.items()}
+    for path, pieces in HELD.items():
+        found[path].fill_(-1)
+        for start, stop, process in pieces:
+            if process == rank:
+                found[path][start:stop] = whole[path][start:stop]
+    if rank:
+        found["random:torch"].zero_()
+    return found
+
+
+@pytest.fixture(params=["directory", "store"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "place") if request.param == "directory" else f"memory://{tmp_path.name}"
+
+
+def test_each_process_writes_its_rows_and_a_reader_finds_the_whole(where: str) -> None:
+    run, whole = Run(where), state(1)
+    for step in (1, 2):  # buffers of the first are used again
+        whole = state(step)
+        run.save(step, [own_of(whole, rank) for rank in range(3)], HELD)
+    assert [name for name, _ in run.notes()] == ["checkpoint_saved", "checkpoint_saved"]
+    run.first.close()
+    alone = Checkpoints(where)
+    reader = Reader(alone.place, max(alone.place.names()))
+    found = reader.tensors()
+    alone.close()
+    assert sorted(found) == sorted(whole)
+    assert all(torch.equal(found[path], tensor) for path, tensor in whole.items())
+    writers = {piece.file[:9] for entry in reader.manifest.tensors.values() for piece in entry.pieces}
+    assert writers == {"data-0000", "data-0001", "data-0002"}
+    table = reader.manifest.tensors["parameter:table"].pieces
+    assert [(each.start, each.stop, each.file[:9]) for each in table] == [(0, 4, "data-0002"), (4, 11, "data-0001")]
+    assert torch.equal(reader.rows("parameter:table", 3, 6), whole["parameter:table"][3:6])
+
+
+def _nan(tensors: list[dict[str, Tensor]]) -> None:
+    tensors[2]["parameter:table"][0, 0] = math.nan
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_whose_disk_is_full_leaves_the_last_good_one_and_the_next_works(
+    tmp_path: Path, who: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, whole = Run(tmp_path), state(1)
+    tensors = [own_of(whole, rank) for rank in range(3)]
+    run.save(1, tensors, HELD)
+    write: Callable[..., None] = LocalPlace.write
+
+    def full(self: LocalPlace, name: str, file: str, parts: Any) -> None:
+        if file.startswith(f"data-{who:04d}"):
+            raise OSError(28, "No space left on device")
+        write(self, name, file, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalPlace, "write", full)
+        run.save(2, tensors, HELD)
+    notes = run.notes()
+    assert [name for name, _ in notes] == ["checkpoint_saved", "checkpoint_failed"]
+    assert f"process {who}: No space left on device; the last good one is of step 1" in notes[1][1]
+    assert len(list(tmp_path.iterdir())) == 2  # the first one, and the lock: no draft is left
+    run.save(3, tensors, HELD)
+    assert [name for name, _ in run.notes()] == ["checkpoint_saved"]
+    run.first.close()
+
+
+def test_a_process_with_rows_that_are_not_finite_saves_nothing(tmp_path: Path) -> None:
+    run, tensors = Run(tmp_path), [own_of(state(1), rank) for rank in range(3)]
+    _nan(tensors)
+    run.save(1, tensors, HELD)
+    assert "process 2: parameter:table holds NaN or infinity" in run.notes()[0][1]
+    run.first.close()
+
+
+def test_a_place_that_process_0_cannot_begin_with_holds_no_process_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, tensors = Run(tmp_path), [own_of(state(1), rank) for rank in range(3)]
+
+    def fail(*_: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(LocalPlace, "begin", fail)
+    run.save(1, tensors, HELD)
+    assert "Read-only file system" in run.notes()[0][1]
+    run.first.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    width=st.sampled_from([1, 3, SPLIT_BYTES // 40]),
+    processes=st.integers(1, 5),
+    cuts=st.lists(st.integers(0, 40), max_size=4),
+)
+def test_every_row_is_written_once_whatever_is_held(
+    rows: list[int], width: int, processes: int, cuts: list[int]
+) -> None:
+    tensors = {f"parameter:{n}": torch.empty(count, width, device="meta") for n, count in enumerate(rows)}
+    tensors["optimizer:dense/step/0"] = torch.empty((), device="meta")
+    edges = sorted({0, rows[0], *(cut for cut in cuts if cut < rows[0])})
+    pieces = itertools.pairwise(edges)
+    held = {"parameter:0": [(start, stop, n % processes) for n, (start, stop) in enumerate(pieces)]}
+    found = shares(tensors, processes, held)
+    entries = [
+        {
+            path: TensorEntry(
+                shape=tuple(tensors[path].shape),
+                dtype="float32",
+                pieces=tuple(Piece(start=a, stop=b, file="f", offset=0, size=0) for a, b in ranges if a < b),
+            )
+            for path, ranges in share.items()
+        }
+        for share in found
+    ]
+    whole = merged(entries)
+    assert {path for path, tensor in tensors.items() if tensor.numel()} <= set(whole)
+    by_bytes = [
+        sum(
+            tensors[path].numel() * 4 * (stop - start) / max(1, len(tensors[path]) if tensors[path].dim() else 1)
+            for path, ranges in share.items()
+            for start, stop in ranges
+            if path not in held
+        )
+        for share in found
+    ]
+    free = {path: tensor.numel() * 4 for path, tensor in tensors.items() if path not in held}
+    if not held["parameter:0"]:  # what is held by one is not to be spread
+        small = max((size for size in free.values() if size < SPLIT_BYTES), default=0)
+        assert max(by_bytes) - min(by_bytes) <= max(small, SPLIT_BYTES // 2)
+
+
+@pytest.mark.parametrize("ranges", [[(0, 4), (3, 8)], [(0, 4), (5, 8)], [(0, 4)], [(1, 8)]])
+def test_rows_that_nobody_wrote_or_two_did_make_no_checkpoint(ranges: list[tuple[int, int]]) -> None:
+    entries = [
+        {
+            "parameter:t": TensorEntry(
+                shape=(8, 2), dtype="float32", pieces=(Piece(start=a, stop=b, file=f"{n}", offset=0, size=8 * (b - a)),)
+            )
+        }
+        for n, (a, b) in enumerate(ranges)
+    ]
+    with pytest.raises(ValueError, match="written twice or by nobody"):
+        merged(entries)

@@ -1,0 +1,108 @@
+"""A checkpoint that several processes write, each its own rows into files of its own; process 0 makes it count.
+
+All processes copy their rows at the same step. Their writer threads then agree three times: process 0 says under which
+name, each says what it wrote or why it could not, and process 0 writes the manifest, or removes what there is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from twinstep.worker.checkpoint.content import Snapshot
+from twinstep.worker.checkpoint.place import Place, in_words
+from twinstep.worker.checkpoint.shares import Held, shares
+from twinstep.worker.checkpoint.write import Written, write_parts
+
+Value = TypeVar("Value")
+
+
+class Crew(Protocol):
+    """The processes that write checkpoints together. All make each call, in one order, in their writer threads."""
+
+    rank: int
+    count: int
+
+    def of_first(self, value: Value | None) -> Value | None:
+        """Return process 0's value."""
+
+    def to_first(self, value: Value) -> list[Value]:
+        """Return all values, in process 0; nothing elsewhere."""
+
+
+class NotWritten(Exception):
+    """A process could not write its rows, or they hold what no run could go on from."""
+
+
+class Beside:
+    """One thread at a time that works beside the run."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is still at work."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, work: Callable[..., None], *args: Any) -> None:
+        """Start, once what was started before has ended."""
+        self.finish()
+        self._thread = threading.Thread(target=work, args=args, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended; return whether that was in time."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        return True
+
+
+def prefix_of(rank: int) -> str:
+    """Return the beginning of the names of a process's files."""
+    return f"data-{rank:04d}"
+
+
+def written_or_why(place: Place, name: str, snapshot: Snapshot, *, prefix: str, only_finite: bool) -> Written | str:
+    """Write a snapshot's parts; return what was written, or in words why it could not be."""
+    if only_finite and (path := snapshot.not_finite()) is not None:
+        return f"{path} holds NaN or infinity"
+    try:
+        return write_parts(place, name, snapshot.parts, prefix=prefix)
+    except Exception as error:  # a file system's OSError, or whatever the client of a store raises
+        return in_words(error)
+
+
+class Member:
+    """The part of checkpoints that a process other than process 0 has."""
+
+    def __init__(self, place: Place, crew: Crew, *, only_finite: bool) -> None:
+        self._place, self._crew, self._only_finite = place, crew, only_finite
+        self._snapshot = Snapshot()
+        self._beside = Beside()
+
+    def save(self, tensors: Mapping[str, Tensor], held: Held) -> None:
+        """Copy this process's rows of `tensors`, and let a thread write them."""
+        self._beside.finish()
+        self._snapshot.take(tensors, shares(tensors, self._crew.count, held)[self._crew.rank])
+        self._beside.start(self._write)
+
+    def finish(self, timeout: float | None = None) -> None:
+        """Wait until that is done, or process 0 has given it up."""
+        self._beside.finish(timeout)
+
+    def _write(self) -> None:
+        try:
+            name = self._crew.of_first(None)
+            if name is not None:
+                prefix = prefix_of(self._crew.rank)
+                found = written_or_why(self._place, name, self._snapshot, prefix=prefix, only_finite=self._only_finite)
+                self._crew.to_first(found)
+        except Exception:  # another process is gone: the loop meets that as well, and says so
+            return

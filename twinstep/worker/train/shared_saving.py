@@ -1,0 +1,187 @@
+"""Checkpoints of a run of several processes: each writes its own rows where all see the place, else process 0 all.
+
+Process 0 decides when, holds the place and speaks of what happened; going on from a checkpoint, it reads, and all take
+up what it read.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import distributed, nn
+from torch.optim import Optimizer
+
+from twinstep.spec.errors import TwinstepError, UnavailableError
+from twinstep.spec.job import JobSpec
+from twinstep.worker.checkpoint.content import live_tensors
+from twinstep.worker.checkpoint.crew import Member
+from twinstep.worker.checkpoint.manifest import Manifest
+from twinstep.worker.checkpoint.place import open_place
+from twinstep.worker.checkpoint.shares import Held
+from twinstep.worker.compile.state import materialise
+from twinstep.worker.train.engines import Stepper
+from twinstep.worker.train.processes import Together
+from twinstep.worker.train.saving import Saving, only_finite, run_tensors
+
+Value = TypeVar("Value")
+SEEN = "shared.json"
+"""File beside the checkpoints by which processes find out whether they see the same place."""
+
+
+class HostsCrew:
+    """The run's processes, over a gloo group that writer threads have for themselves."""
+
+    def __init__(self, together: Together) -> None:
+        self.rank, self.count = together.process.rank, together.process.count
+        self._group = distributed.new_group(backend="gloo", timeout=together.patience)
+
+    def of_first(self, value: Value | None) -> Value | None:
+        """Return process 0's value."""
+        found: list[Any] = [value]
+        distributed.broadcast_object_list(found, src=0, group=self._group)
+        told: Value | None = found[0]
+        return told
+
+    def to_first(self, value: Value) -> list[Value]:
+        """Return all values, in process 0; nothing elsewhere."""
+        found: list[Any] | None = [None] * self.count if self.rank == 0 else None
+        distributed.gather_object(value, found, dst=0, group=self._group)
+        return found or []
+
+
+class SharedSaving:
+    """What a loop asks of checkpoints, for all processes at once; each call is made by all."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        where: str | Path,
+        together: Together,
+        *,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        stepper: Stepper,
+        tell: Callable[[str, str, dict[str, Any]], None],
+    ) -> None:
+        self._spec, self._together, self._stepper = spec, together, stepper
+        self._model, self._optimizers = model, optimizers
+        self._saving: Saving | None = None
+        self._member: Member | None = None
+        self.key = ""
+        self._saving = self._do(
+            lambda: Saving(spec, where, model=model, optimizers=optimizers, stepper=stepper, tell=tell)
+        )
+        self._sharded = self._all_see(where)
+        if not self._sharded:
+            if self._saving is not None:
+                text = f"other processes do not see {where}: process 0 writes all of each checkpoint"
+                tell("checkpoints_by_one", text, {})
+            return
+        crew = HostsCrew(together)
+        if self._saving is not None:
+            self._saving.join(crew)
+        else:
+            self._member = Member(open_place(where), crew, only_finite=only_finite(spec))
+
+    def _do(self, work: Callable[[], Value]) -> Value | None:
+        """Run process 0's part, None elsewhere; where it fails, all fail."""
+        problem, found = None, None
+        try:
+            found = work() if self._together.first else None
+        except Exception as error:
+            problem = error
+        told = self._together.of_first(None if problem is None else f"{problem}")
+        if problem is not None:
+            raise problem
+        if told is not None:
+            raise UnavailableError(f"process 0 failed: {told}", remedy="see the log of process 0")
+        return found
+
+    def _all_see(self, where: str | Path) -> bool:
+        """Say whether what process 0 writes to the place is there for all others."""
+        token = uuid.uuid4().hex.encode()
+        try:
+            if self._saving is not None:
+                self._saving.place.put(SEEN, token)
+        except Exception:  # a disk that is full now, a store that is away: process 0 says so when it writes
+            token = b""
+        token = self._together.of_first(token)
+        try:
+            seen = bool(token) and open_place(where).get(SEEN) == token
+        except (OSError, TwinstepError):
+            seen = False
+        return all(self._together.gather(seen))
+
+    @property
+    def last_good(self) -> int | None:
+        """Step of the newest checkpoint that is whole."""
+        return self._together.of_first(None if self._saving is None else self._saving.last_good)
+
+    def restore(self) -> Manifest | None:
+        """Bring back the newest state that is whole, in every process."""
+        for name, optimizer in self._optimizers.items():
+            materialise(name, optimizer)
+        found = self._do(lambda: None if self._saving is None else self._saving.restore())
+        manifest = self._together.of_first(found)
+        if manifest is None:
+            return None
+        group = self._together.host  # the live state is the host's, whatever device it is trained on
+        for tensor in live_tensors(self._model, self._optimizers).values():
+            held = tensor.detach().contiguous()
+            distributed.broadcast(held, src=0, group=group)
+            tensor.detach().copy_(held)
+        random = self._stepper.random_state()
+        distributed.broadcast(random, src=0, group=group)
+        if not self._together.first:
+            self._stepper.push()
+            self._stepper.set_random_state(random)
+        return manifest
+
+    def due(self, step: int, *, scored: bool) -> bool:
+        """Say whether the state after `step` is to be saved now."""
+        return self._together.of_first(self._saving is not None and self._saving.due(step, scored=scored))
+
+    def save(self, step: int, about: dict[str, Any], *, scores: Mapping[str, float | None] | None = None) -> None:
+        """Save the state after `step`."""
+        held: Held = {}
+        if self._sharded:
+            held = self._stepper.pull_own()
+        else:
+            self._stepper.pull()
+
+        def save() -> None:
+            if self._saving is not None:
+                self._saving.key = self.key
+                self._saving.save(step, about, scores=scores, held=held)
+
+        self._do(save)
+        if self._member is not None:
+            tensors = run_tensors(self._spec, self._model, self._optimizers, self._stepper)
+            self._member.save(tensors, held)
+
+    def save_last(self, step: int, about: dict[str, Any], *, within: float) -> bool:
+        """Save the state after `step` where it is not saved yet, and wait until it is written."""
+        ends = time.monotonic() + within
+        wanted = self._do(lambda: self._saving is not None and self._saving.wants_last(step, within=within))
+        if self._together.of_first(wanted):
+            self.save(step, about)
+        if self._member is not None:
+            self._member.finish(max(0.0, ends - time.monotonic()))
+        has = self._do(lambda: self._saving is not None and self._saving.has_last(step, within=ends - time.monotonic()))
+        return bool(self._together.of_first(has))
+
+    def look(self) -> None:
+        """Report what happened beside the run."""
+        if self._saving is not None:
+            self._saving.look()
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._saving is not None:
+            self._saving.close()
+        if self._member is not None:
+            self._member.finish()
