@@ -21,9 +21,10 @@ from twinstep.cli.inference import _place, _unwound_by_sigterm
 from twinstep.spec.errors import ConflictError, NotFoundError, SpecError, UnavailableError
 from twinstep.spec.parse import validate_spec
 from twinstep.spec.report import RunSummary
-from twinstep.worker.checkpoint.place import LocalPlace, UriPlace
+from twinstep.worker.checkpoint.place import LocalPlace, UriPlace, open_place
 from twinstep.worker.data.datasets import load_dataset
 from twinstep.worker.data.loader import Loader
+from twinstep.worker.inference import export as module_of_export
 from twinstep.worker.inference.content import as_float, as_int8, model_of
 from twinstep.worker.inference.export import export, open_export
 from twinstep.worker.inference.score import _with, score
@@ -248,6 +249,57 @@ def test_of_two_exports_to_one_name_the_quicker_stays(
         export(place, out)
     open_export(out)
     assert [each.name for each in tmp_path.iterdir()] == ([] if scheme else ["mine"])
+
+
+@pytest.mark.parametrize("ends", ["commits", "fails", "commits later"])
+def test_two_exports_to_one_uri_never_write_the_same_file(
+    ends: str, of_run: tuple[RunSummary, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, place, _ = of_run
+    out = f"memory://{tmp_path}/mine"
+    write, commit = UriPlace.write, UriPlace.commit
+
+    def other(self: UriPlace, name: str, file: str, parts: Any) -> None:
+        """Another export to the same name goes all its way while this one has written its first file."""
+        write(self, name, file, parts)
+        monkeypatch.setattr(UriPlace, "write", write)
+        if ends == "fails":
+            monkeypatch.setattr(UriPlace, "commit", fails)
+            with pytest.raises(UnavailableError):
+                export(place, out)
+            monkeypatch.setattr(UriPlace, "commit", commit)
+        elif ends == "commits":
+            export(place, out)
+
+    def fails(*_: Any) -> None:
+        raise OSError("no room")
+
+    def late(self: UriPlace, name: str, file: str, content: bytes) -> None:
+        """Both found the name free; the other commits at the same moment, and this one right after it."""
+        monkeypatch.setattr(UriPlace, "commit", commit)
+        export(place, out)
+        commit(self, name, file, content)
+
+    refuse: Any = module_of_export._refuse_taken
+    monkeypatch.setattr(module_of_export, "_refuse_taken", lambda *_: None)  # the other has a directory there already
+    monkeypatch.setattr(UriPlace, "write", other)
+    if ends == "commits later":
+        monkeypatch.setattr(UriPlace, "commit", late)
+    if ends == "commits":
+        with pytest.raises(ConflictError, match="there is something at"):
+            export(place, out)
+    else:
+        export(place, out)
+    monkeypatch.setattr(module_of_export, "_refuse_taken", refuse)
+    _, _, values, manifest = open_export(out)  # whole, and of one of the two
+    assert values
+    assert len({file.split("-")[1] for file in manifest.files}) == 1
+    store = open_place(f"memory://{tmp_path}")
+    assert isinstance(store, UriPlace)
+    left = {each.rsplit("/", 1)[-1] for each in store._fs.ls(f"{tmp_path}/mine", detail=False)}
+    assert left >= {*manifest.files, "manifest.json"}
+    if ends != "commits later":
+        assert left == {*manifest.files, "manifest.json"}  # whoever lost took what it had written along
 
 
 def test_sigterm_unwinds_what_is_half_written() -> None:

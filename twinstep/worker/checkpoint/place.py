@@ -6,6 +6,7 @@ name that no reader looks at and renamed when all of it is on the disk; object s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -40,8 +41,11 @@ class Place(Protocol):
     def remove(self, name: str, first: str) -> None:
         """Remove a checkpoint, its file `first` before the others; one that is not there is removed already."""
 
-    def abandon(self, name: str, last: str) -> None:
-        """Remove what was written of a checkpoint that was begun, unless its file `last` says that one is whole."""
+    def abandon(self, name: str, last: str, prefix: str) -> None:
+        """Remove what was written of a checkpoint that was begun, by whoever gave its files this prefix.
+
+        Where others may write under the same name, theirs stay; and ours too where the file `last` speaks of them.
+        """
 
     def read(self, name: str, file: str) -> bytes:
         """Return a whole file."""
@@ -103,7 +107,7 @@ class LocalPlace:
         for each in (self.path / name, self._draft(name)):
             shutil.rmtree(each, ignore_errors=True)
 
-    def abandon(self, name: str, last: str) -> None:
+    def abandon(self, name: str, last: str, prefix: str) -> None:
         """Remove the draft; what has the name itself was whole from the beginning."""
         shutil.rmtree(self._draft(name), ignore_errors=True)
 
@@ -190,11 +194,19 @@ class UriPlace:
             except FileNotFoundError:
                 continue
 
-    def abandon(self, name: str, last: str) -> None:
-        """Remove what was uploaded; stores cannot say by whom, so nothing is touched once there is a last file."""
-        self._fs.invalidate_cache()
-        if not self._fs.exists(f"{self._root}/{name}/{last}"):
-            self.remove(name, last)
+    def abandon(self, name: str, last: str, prefix: str) -> None:
+        """Remove the files that begin so, unless the last one, whose upload may have come through, speaks of them."""
+        with contextlib.suppress(FileNotFoundError):
+            if f'"{prefix}-'.encode() in self.read(name, last).replace(b"\\", b""):
+                return
+        folder = f"{self._root}/{name}"
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._fs.ls(folder, detail=False):
+                if path.rsplit("/", 1)[-1].startswith(f"{prefix}-"):
+                    self._fs.rm(path)
+            self._fs.invalidate_cache()
+            if not self._fs.ls(folder, detail=False):
+                self._fs.rm(folder, recursive=True)
 
     def read(self, name: str, file: str) -> bytes:
         """Return a whole file."""

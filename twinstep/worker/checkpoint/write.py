@@ -42,6 +42,7 @@ def write_whole(
     manifest: Manifest,
     *,
     check: Callable[[], None] = lambda: None,
+    prefix: str = "data",
 ) -> Manifest:
     """Write tensors under a name and return the manifest they got; it counts once its last file is written.
 
@@ -49,6 +50,7 @@ def write_whole(
         tensors: by path; contiguous, on the CPU.
         manifest: without files and tensors.
         check: raises where this process may no longer write there; asked first, and before the last file.
+        prefix: beginning of the names of files: where two may write under one name, each has its own.
 
     Raises:
         OSError: or whatever the client of a store raises; what was written has no manifest then, and counts for
@@ -56,7 +58,7 @@ def write_whole(
     """
     check()
     place.begin(name)
-    written = write_parts(place, name, whole_parts(tensors))
+    written = write_parts(place, name, whole_parts(tensors), prefix=prefix)
     check()
     return commit(place, name, manifest, [written])
 

@@ -155,7 +155,11 @@ def _split(where: str) -> tuple[Place, str]:
 
 def _refuse_taken(place: Place, name: str, out: str) -> None:
     if name in place.names() or (place.url and _there(place, name)):
-        raise ConflictError(f"there is something at {out} already", remedy="give --out a name that is not taken")
+        raise _taken(out)
+
+
+def _taken(out: str) -> ConflictError:
+    return ConflictError(f"there is something at {out} already", remedy="give --out a name that is not taken")
 
 
 def _written(place: Place, name: str, tensors: Mapping[str, Tensor], manifest: Manifest, *, out: str) -> Manifest:
@@ -165,15 +169,24 @@ def _written(place: Place, name: str, tensors: Mapping[str, Tensor], manifest: M
         ConflictError: another was quicker.
         UnavailableError: `out` cannot be written.
     """
+    own = secrets.token_hex(4)  # two exports to one name never write the same file; the manifest says whose count
     if isinstance(place, LocalPlace):
-        place = LocalPlace(place.path, mark=f"-{secrets.token_hex(4)}")
+        place = LocalPlace(place.path, mark=f"-{own}")
+    prefix = f"data-{own}"
     _refuse_taken(place, name, out)  # reading and measuring took their time
+
+    def still_free() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            place.read(name, MANIFEST)
+            raise _taken(out)
+
+    whole = {path: value.contiguous() for path, value in tensors.items()}
     try:
-        return write_whole(place, name, {path: value.contiguous() for path, value in tensors.items()}, manifest)
+        return write_whole(place, name, whole, manifest, check=still_free, prefix=prefix)
     except BaseException as error:  # Ctrl-C too, a disk's OSError, or whatever the client of a store raises
         with contextlib.suppress(Exception):
-            place.abandon(name, MANIFEST)
-        if not isinstance(error, Exception):
+            place.abandon(name, MANIFEST, prefix)
+        if not isinstance(error, Exception) or isinstance(error, ConflictError):
             raise
         with contextlib.suppress(OSError):
             _refuse_taken(place, name, out)
