@@ -99,7 +99,7 @@ def compile_ahead(
     need_libtpu()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    from twinstep.worker.compile.lower import tpu, xla  # JAX reads the environment when it is imported
+    from twinstep.worker.compile.lower import tpu, xla_trace  # JAX reads the environment when it is imported
 
     leaves, names, _ = batch_leaves(example_batch)
     size, mesh = batch_size or _common_size(leaves), Mesh.of_slice(target.devices)
@@ -108,7 +108,7 @@ def compile_ahead(
     chips = tpu.slice_mesh(target)
     options["around"] = engine = around and around(chips)
     compiler, started = StepCompiler(train_step, model, optimizer, backend="xla", **options), time.perf_counter()
-    state, ops = compiler.state, xla.decompositions()
+    state, ops = compiler.state, xla_trace.decompositions()
     captured = capture(train_step, state, optimizer, example_batch, ops, backend="xla", strategies=resolve(strategies))
     capture_seconds = time.perf_counter() - started
     placed = place_state(captured, mesh)

@@ -88,7 +88,8 @@ class XlaBackend:
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """Return what a captured step is made of."""
-        return _tracing().decompositions()
+        found: dict[Any, Callable[..., Any]] = _tracing().decompositions()
+        return found
 
     def lower(self, captured: Captured) -> XlaProgram:
         """Compile `captured`.
@@ -257,8 +258,8 @@ class XlaBackend:
                 rows = rows_held(array, len(tensor)) if own else None
                 if rows is not None:
                     held[slot.path] = rows
-                    for start, stop, values in own_rows(array, len(tensor)):
-                        tensor[start:stop].copy_(_to_torch(values, tensor.dtype)[: stop - start])
+                    for start, stop, part in own_rows(array, len(tensor)):
+                        tensor[start:stop].copy_(_to_torch(part, tensor.dtype)[: stop - start])
                     continue
                 values = _to_torch(self.layout.whole(array), tensor.dtype)
                 tensor.copy_(values[: len(tensor)] if self.layout.padded(index) else values)
@@ -394,9 +395,12 @@ def _to_jax(tensor: Tensor) -> jax.Array:
                 remedy=f"map ids and times into {INT32.min}…{INT32.max} (seconds, not milliseconds)",
             )
     if tensor.dtype is torch.bfloat16:
-        return jax.device_put(tensor.float().numpy().astype(jnp.bfloat16), may_alias=False)
-    # Not jnp.array, which compiles a program for each shape only to copy. Nobody writes to what JAX reads here.
-    return jax.device_put(np.array(tensor.numpy()), may_alias=False)
+        values = tensor.float().numpy().astype(jnp.bfloat16)
+    else:
+        values = np.array(tensor.numpy())  # nobody writes to what JAX reads
+    # Not jnp.array, which compiles a program for each shape only to copy.
+    copied: jax.Array = jax.device_put(values, may_alias=False)
+    return copied
 
 
 def _to_torch(array: jax.Array, dtype: torch.dtype) -> Tensor:
