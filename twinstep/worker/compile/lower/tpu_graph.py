@@ -1,7 +1,7 @@
 """What is changed in a step's graph for a TPU, where a step's time is mostly that of the bytes it moves.
 
-`narrow` is called by `xla_trace.as_jax` on its own copy of the graph. It changes nothing that a step computes, but in which
-order sums are taken:
+`narrow` is called by `xla_trace.as_jax` on its own copy of the graph. It changes nothing of what a step computes, but
+in which order sums are taken:
 
 - A tall product that is read in parts, as STU's `x @ W` is for the gate, v, q and k, becomes one product per part. A
   fusion or kernel that reads a part of a wide tensor is handed the whole of it, or a copy.

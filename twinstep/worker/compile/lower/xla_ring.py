@@ -1,6 +1,6 @@
 """Lookups and row updates of tables that are split by rows, around a ring of devices: what `RingEmbedding` asks for.
 
-`xla_trace.as_jax` calls `route` on its own copy of the graph. A lookup by an embedding's ids, and the chain that the pass
+`xla_trace.as_jax` calls `route` on a copy of the graph. A lookup by an embedding's ids, and the chain that the pass
 `sparse_embedding` wrote (rows named, gradients added up, rows of table and state read, the optimizer's own nodes, rows
 written), become calls of `embedding/ring/device` under `shard_map`: the optimizer's nodes run on the device that owns a
 row. Left to GSPMD, each device would gather all devices' ids, and rows of all of them.
