@@ -43,7 +43,9 @@ BENCHES = {
     "recompile": Bench("bench.recompile", "until a step has run: cold, warm start, a shape seen before"),
     "depth": Bench("bench.depth", "compiling DLRMv3's step with 2 to 20 layers, folded into one and not"),
     "attention": Bench("bench.attention", "HSTU attention on uneven rows: the jagged operator over padded dense"),
-    "tpu": Bench("bench.tpu", "DLRMv3's step compiled for TPU slices by the TPU compiler: seconds, memory, traffic"),
+    "tpu": Bench(
+        "bench.tpu", "train steps compiled for TPU slices by the TPU compiler: seconds, memory, traffic, overlap"
+    ),
     "preflight": Bench("bench.preflight", "a device's memory: the analytic model against the TPU compiler's report"),
     "sparse": Bench("bench.sparse", "a table of 1,000,000 × 64 by Adagrad: eager, its sparse gradients, ours"),
     "table-size": Bench("bench.table_size", "the same step with 2,000,000 and with 20,000 rows: time and memory"),

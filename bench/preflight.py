@@ -81,7 +81,7 @@ class Case:
         accelerator: dict[str, Any] = {"kind": "tpu", "generation": asked.generation, "topology": asked.topology}
         if asked.topology == "2x4" and asked.generation in ("v5e", "v6e"):
             accelerator["chips_per_host"] = 8
-        return JobSpec.model_validate({**self.spec, "accelerator": accelerator})
+        return JobSpec.model_validate({"embedding": {"engine": "dense"}, **self.spec, "accelerator": accelerator})
 
 
 SMALL = dlrmv3(layers=2, dim=256, history=256, rows=1 << 20, batch=256)

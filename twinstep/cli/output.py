@@ -172,6 +172,20 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 _LEAST_TRAFFIC = 0.01  # of all bytes: kinds of work below it take no line of their own
 
 
+def _beside_sparsecores(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what an AotReport's overlap says; one of an older version has no spans."""
+    covered, least = found.get("covered", 0), found.get("sparse_cycles", 0)
+    calls = f"{number(found['calls'])}, {number(found['beside'])} with TensorCore work beside"
+    shares = [
+        ("SparseCore span covered, %", covered, least),
+        ("TensorCore beside, %", found["cycles_beside"], found["cycles"]),
+    ]
+    return [
+        ("SparseCore calls", calls),
+        *((name, number(100 * part / whole, 1)) for name, part, whole in shares if whole),
+    ]
+
+
 def aot_table(report: Mapping[str, Any]) -> Table:
     """Return the table of a step that was compiled ahead of time; amounts are for one step on one device."""
     table = plain_table("what", "value", right=("value",))
@@ -192,6 +206,8 @@ def aot_table(report: Mapping[str, Any]) -> Table:
     ]
     if report["optimal_seconds"] is not None:
         rows.append(("compiler's bound, ms", number(report["optimal_seconds"] * 1e3, 3)))
+    if (beside := report.get("overlap")) and beside["calls"]:
+        rows += _beside_sparsecores(beside)
     for each in report["collectives"]:
         size = f"{number(each['count'])} of {number(each['bytes'] / 2**20, 2)} MiB in all"
         rows.append((one_line(each["kind"]), size))

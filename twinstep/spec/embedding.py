@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validator
@@ -89,7 +90,8 @@ class EmbeddingSpec(Spec):
     """`dense`: tables looked up by gather, large ones split by rows; `ring`: every table split by rows, ids and rows
     passed around a ring of devices; `sparsecore`: tables stacked and split by rows, looked up and updated by
     SparseCores, on a CPU by the same algorithm in plain JAX; `torchrec`: tables divided over processes, which share a
-    batch's rows out, and updated within the backward pass."""
+    batch's rows out, and updated within the backward pass. Where none is given, a TPU has ring, if the optimizer of
+    tables leaves rows that a step does not name alone."""
     init_std: Annotated[Number, Field(gt=0)] = 0.05
     """Standard deviation of the normal that tables start from."""
     pipeline: Literal["off", "full"] = "off"
@@ -152,6 +154,23 @@ class EmbeddingSpec(Spec):
             said = {"allowed": "groups of tables, each table once", "nearest": None}
             raise PydanticCustomError("between_fields", problem, said)
         return value
+
+
+def engine_on_tpu(data: Mapping[str, Any]) -> str:
+    """Return the engine of a TPU's spec that names none, from its fields as they were given.
+
+    A ring updates a row where it lies, and only rows that a step names. An optimizer that moves all of them wants
+    tables that the devices divide, and so does a step without row updates: those keep dense tables.
+    """
+
+    def part(of: Any, name: str) -> Any:
+        return of.get(name) if isinstance(of, Mapping) else None
+
+    sparse, compiler = part(part(data, "optimizers"), "sparse"), part(data, "compile")
+    strategies = part(compiler, "strategies")
+    quiet = part(sparse, "kind") in (None, *FUSED) and not part(sparse, "momentum") and not part(sparse, "weight_decay")
+    by_rows = not isinstance(strategies, list | tuple) or "sparse_embedding" in strategies
+    return "ring" if quiet and by_rows and part(compiler, "backend") in (None, "xla") else "dense"
 
 
 def not_this_engine(problem: str, allowed: str) -> Said:

@@ -17,6 +17,7 @@ from twinstep.spec.columns import ColumnsSpec
 from twinstep.spec.embedding import (
     EmbeddingSpec,
     divided_problem,
+    engine_on_tpu,
     processes_problem,
     rewind_problem,
     sparsecore_problem,
@@ -368,13 +369,14 @@ class JobSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _what_follows(cls, data: Any) -> Any:
-        """Take the accelerator's own backend where none is given, and a dataset that the model takes."""
+        """Take the accelerator's own backend and engine where none is given, and a dataset that the model takes."""
         if not isinstance(data, Mapping):
             return data
         accelerator, model = (data.get(name) for name in ("accelerator", "model"))
         kind = accelerator.get("kind") if isinstance(accelerator, Mapping) else accelerator
         if kind == "tpu":
             data = _filled(data, "compile", {"backend": BACKENDS["tpu"][0]})
+            data = _filled(data, "embedding", {"engine": engine_on_tpu(data)})
         if isinstance(model, Mapping) and model.get("kind") == "dlrm":
             data = _filled(data, "data", {"dataset": DATASETS_OF_ROWS[0]})
         return data

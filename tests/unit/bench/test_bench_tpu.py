@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import tpu
+from bench import tpu, tpu_slices
 from bench.measure import as_line
+from twinstep.preflight.check import preflight
+from twinstep.spec.errors import CompileError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.slices import parse_slice
 from twinstep.worker.compile.aot_report import AotReport, HbmBytes, Traffic
@@ -40,16 +43,18 @@ def report(topology: str, seconds: float, moved: float) -> AotReport:
 
 
 def test_the_full_size_step_is_compiled_naively_and_by_us_and_both_ratios_are_given(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = []
 
-    def compile_spec(spec: JobSpec, *, topology: str, strategies: Any, effort: str) -> AotReport:
-        asked.append((topology, strategies, effort, spec.model.num_layers, spec.data.batch_size))
+    def compile_spec(spec: JobSpec, *, topology: str, strategies: Any = None, effort: str) -> AotReport:
+        if spec.name == "bench-slices" and topology == tpu_slices.LARGEST:
+            raise CompileError("too large", remedy="none")
+        asked.append((topology, strategies, effort, getattr(spec.model, "num_layers", 0), spec.data.batch_size))
         return report(topology, 100.0, 9e9) if strategies == () else report(topology, 25.0, 3e9)
 
     monkeypatch.setattr(tpu, "compile_spec", compile_spec)
-    found = tpu.run(say=lambda text: None)
+    found = tpu.run(say=lambda text: None, reports=tmp_path)
     full = [("v5p:4x4x8", asks, "full", 5, 1024) for asks in ((), None)]
     quick = [(topology, asks, "quick", *size) for topology, asks, _, *size in full]
     assert asked[:4] == [*full, *quick]
@@ -67,7 +72,28 @@ def test_the_full_size_step_is_compiled_naively_and_by_us_and_both_ratios_are_gi
     } <= set(found["slices"][0])  # fmt: skip
     assert {each["topology"].partition(":")[0] for each in found["slices"]} >= {"v5p", "v6e", "v7x"}
     json.loads(as_line(found))
-    assert tpu.table(found).row_count == len(found["slices"])
+    assert tpu.table(found).row_count == len(found["slices"]) + len(found["grid"])
+    compiled = [each for each in found["grid"] if each["compiled"]]
+    assert 0 < len(compiled) < len(found["grid"]), "what the compiler refuses is said, and the others go on"
+    assert {f"{each['name']}.json" for each in compiled} == {each.name for each in tmp_path.iterdir()}
+    kept = json.loads((tmp_path / f"{compiled[0]['name']}.json").read_text())
+    assert kept["hbm"]["peak"] == compiled[0]["hbm_bytes"]
+
+
+def test_the_grid_has_each_engine_on_each_slice_from_one_spec_that_the_model_lets_pass() -> None:
+    asked = {(case.topology, case.model, case.engine) for case in tpu_slices.GRID}
+    for topology in (*tpu_slices.SLICES, tpu_slices.LARGEST):
+        for kind in (("dlrmv3", "ring"), ("dlrmv3", "sparsecore"), ("dlrm-26", "sparsecore")):
+            assert (topology, *kind) in asked
+    names = [case.name for case in tpu_slices.GRID]
+    assert len(set(names)) == len(names)
+    first, *others = (case.job() for case in tpu_slices.GRID if (case.model, case.engine) == ("dlrm-26", "sparsecore"))
+    for case, spec in zip(tpu_slices.GRID, (case.job() for case in tpu_slices.GRID), strict=True):
+        assert spec.data.batch_size % parse_slice(case.topology).devices == 0
+        assert preflight(spec).fits
+    same = [each for each in others if each.data.batch_size == first.data.batch_size]
+    assert len(same) == len(tpu_slices.SLICES) - 1
+    assert len({each.model_copy(update={"accelerator": first.accelerator}).model_dump_json() for each in same}) == 1
 
 
 def test_each_case_is_a_valid_job_for_a_slice_that_its_batch_divides_over() -> None:

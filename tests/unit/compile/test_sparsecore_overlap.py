@@ -33,6 +33,9 @@ def test_a_schedule_says_what_runs_beside_sparsecores() -> None:
     found = overlap(TEXT)
     assert found == Overlap(calls=2, beside=1, cycles=100, cycles_beside=30)
     assert (found.share_of_calls, found.share_of_cycles) == (0.5, 0.3)
+    longest = overlap(TEXT, {"%called": 40.0}.__getitem__)
+    assert (longest.sparse_cycles, longest.covered, longest.share_of_span) == (80, 30, 30 / 80), "a call's own length"
+    assert overlap(TEXT, {"%called": 20.0}.__getitem__).share_of_span == 0.5, "no more than all of a call is covered"
     nothing = overlap(TEXT.replace("sparsecore", "other"))
     assert (nothing.calls, nothing.share_of_calls, nothing.share_of_cycles) == (0, 0.0, 0.0)
 
@@ -63,4 +66,6 @@ def test_a_pipelined_step_works_beside_its_sparsecores_on_a_slice() -> None:
     assert off is not None
     assert full.calls >= 1
     assert full.share_of_calls >= 0.9
+    assert 0.9 <= full.share_of_span <= 1
+    assert off.share_of_span < full.share_of_span
     assert full.share_of_cycles > off.share_of_cycles

@@ -23,6 +23,7 @@ from twinstep.worker.compile.strategies import resolve
 
 M, E, D = 4096, 6, 16
 SOME = 96  # tokens where the interpreter runs
+TURN = torch.ops.aten.permute.default
 
 
 class Gate(nn.Module):
@@ -104,6 +105,28 @@ def test_an_mlp_in_one_kernel_gives_the_numbers_of_its_ops(
     assert not forward.sums
     assert len(backward.sums) >= 12  # of each of 12 parameters
     assert forward.slots == min(SOME, largest)
+    same_numbers(graph, captured)
+
+
+class Turned(nn.Module):
+    """An MLP whose results are read by columns, as logits by task are: their gradient comes the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, E)
+        self.first, self.head = nn.Sequential(nn.Linear(E, D), Gate("silu"), nn.Linear(D, D)), nn.Linear(D, 1)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.head(self.first(self.table(ids))).t()[0:1] * x[:, 0].cumsum(0)  # type: ignore[no-any-return]
+
+
+def test_a_gradient_that_comes_the_other_way_round_is_one_of_tokens(same_numbers: Any) -> None:
+    torch.manual_seed(0)
+    captured = captured_step(Turned())
+    graph, found = fused(captured)
+    assert found >= 1
+    (turned,) = (each for layer in kernels(graph) for each in layer.tokens if each.target is TURN)
+    assert any(node.target is torch.ops.aten.mm.default and node.args[0] is turned for node in kernels(graph)[1].nodes)
     same_numbers(graph, captured)
 
 

@@ -328,7 +328,7 @@ def test_an_optimizer_that_changes_every_row_moves_whole_tables() -> None:
 
 def test_gradients_of_a_whole_table_are_sent_to_all_others_once() -> None:
     """Each device sends its part of the gradients' rows to every other one; the rest of the step is alike."""
-    sgd: Any = {"optimizers": {"sparse": {"kind": "sgd"}}}
+    sgd: Any = {"optimizers": {"sparse": {"kind": "sgd"}}, "embedding": {"engine": "dense"}}
     few, more = (job({"kind": "tpu", "generation": "v5p", "topology": "2x2x1"}, rows=2**23 // 4, batch=batch,
                      data={"uih_len": 64}, **sgd) for batch in (256, 512))  # fmt: skip
     ids = {spec.data.batch_size: batch_ids(spec, data_shape(spec.data))["item_id"] for spec in (few, more)}

@@ -284,7 +284,7 @@ class _Chunk:
         return self.value(args[0])[args[1]]  # operator.getitem
 
     def _product(self, node: fx.Node, left: fx.Node, right: fx.Node) -> jax.Array:
-        if left.target is aten.permute.default:
+        if left.target is aten.permute.default and left not in self._plan.layer.tokens:
             return dot(self.value(left.args[0]), self.value(right), over=(0, 0))
         if right.target is aten.permute.default and right not in self._plan.layer.weights:
             return dot(self.value(left), self.value(right.args[0]), over=(1, 1)).astype(_dtype(node))

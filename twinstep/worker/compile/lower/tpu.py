@@ -21,6 +21,7 @@ from jaxlib import _hlo, _jax  # type: ignore[attr-defined]
 from torch import Tensor
 from torchax.ops.mappings import t2j_dtype
 
+from twinstep.preflight.chips import FACTS
 from twinstep.spec.errors import CompileError
 from twinstep.spec.placement import DATA, Placement
 from twinstep.spec.placement import Mesh as Axes
@@ -45,6 +46,10 @@ EFFORTS: dict[Effort, dict[str, str]] = {
     "full": {},
 }
 """Options of the compiler, nearly all whose time goes into the code of single fusions."""
+
+CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9}
+"""A TensorCore's cycles a second, by generation: the published peak of bfloat16 products over what its systolic arrays
+do in a cycle (8 of 128 × 128 in v4 and v5p, 4 in v5e; of 256 × 256 4 in v6e and 8 in v7x)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,7 @@ def compile_for(
     memory = compiled.memory_analysis()
     text = compiled.as_text()
     hlo = parse_hlo(text)
+    per_cycle = FACTS[target.generation].hbm_bytes_per_s / CLOCKS[target.generation]
     found = {
         "hbm": HbmBytes(
             arguments=memory.argument_size_in_bytes,
@@ -104,7 +110,7 @@ def compile_for(
         ),
         "state_bytes": sum(_local_bytes(each) for at in donated for each in jax.tree.leaves(arguments[at])),
         "collectives": hlo.collectives(),
-        "overlap": overlap(text),
+        "overlap": overlap(text, lambda called: _part_costs(with_entry(text, called))["bytes accessed"] / per_cycle),
         "traffic": traffic(text),
         "lower_seconds": lowered_at - started,
         "compile_seconds": compile_seconds,
