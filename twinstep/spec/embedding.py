@@ -178,6 +178,18 @@ def not_this_engine(problem: str, allowed: str) -> Said:
     return {"part": "engine", "problem": problem, "allowed": f"dense, or {allowed}", "nearest": "dense"}
 
 
+def ring_problem(embedding: EmbeddingSpec, compiler: Any, accelerator: Any) -> Said | None:
+    """Return why engine ring cannot run a spec of these parts, of which those that are not valid are None."""
+    if embedding.engine != "ring" or None in (compiler, accelerator):
+        return None
+    problem, allowed = "", ""
+    if compiler.backend != "xla":
+        problem, allowed = f"needs compile.backend: xla, not {compiler.backend}", "compile.backend: xla"
+    elif accelerator.kind == "cpu" and accelerator.devices == 1:
+        problem, allowed = "needs devices to pass rows to", "accelerator.devices of 2 or more"
+    return not_this_engine(problem, allowed) if problem else None
+
+
 def sparsecore_problem(embedding: EmbeddingSpec, compiler: Any, accelerator: Any, optimizers: Any) -> Said | None:
     """Return why engine sparsecore cannot run a spec of these parts, of which those that are not valid are None."""
     if embedding.engine != "sparsecore" or None in (compiler, accelerator, optimizers):

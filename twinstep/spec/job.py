@@ -20,6 +20,7 @@ from twinstep.spec.embedding import (
     engine_on_tpu,
     processes_problem,
     rewind_problem,
+    ring_problem,
     sparsecore_problem,
 )
 from twinstep.spec.model import DLRMv3Spec, Model
@@ -398,17 +399,10 @@ class JobSpec(Spec):
     @field_validator("embedding")
     @classmethod
     def _has_a_ring(cls, value: EmbeddingSpec, info: ValidationInfo) -> EmbeddingSpec:
-        compiler, accelerator = info.data.get("compile"), info.data.get("accelerator")
-        if value.engine != "ring" or compiler is None or accelerator is None:  # not there where not valid itself
-            return value
-        if compiler.backend != "xla":
-            problem, allowed = f"needs compile.backend: xla, not {compiler.backend}", "dense, or compile.backend: xla"
-        elif isinstance(accelerator, CpuSpec) and accelerator.devices == 1:
-            problem, allowed = "needs devices to pass rows to", "dense, or accelerator.devices of 2 or more"
-        else:
-            return value
-        said = {"part": "engine", "allowed": allowed, "nearest": "dense"}
-        raise PydanticCustomError("between_fields", problem, said)
+        said = ring_problem(value, *map(info.data.get, ("compile", "accelerator")))
+        if said is not None:
+            raise PydanticCustomError("between_fields", "{problem}", said)
+        return value
 
     @field_validator("embedding")
     @classmethod
