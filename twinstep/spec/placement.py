@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from twinstep.spec.errors import CompileError
 
@@ -57,12 +58,15 @@ class Mesh:
         """Return a mesh from names and lengths.
 
         Raises:
-            CompileError: `axes` has none, two of a name, or one shorter than 1.
+            CompileError: `axes` has none, two of a name, or one whose length is no whole number from 1.
         """
         if isinstance(axes, Mesh):
             return axes
         if not isinstance(axes, Mapping):
             raise CompileError(f"a mesh is names and lengths of axes, not {axes!r}", remedy='give {"data": 8}')
+        for name, size in axes.items():
+            if isinstance(size, bool) or not isinstance(size, Integral):
+                raise CompileError(f"the mesh's axis {name!r} is {size!r} long", remedy='give {"data": 8}')
         return cls(tuple((str(name), int(size)) for name, size in axes.items()), shard_bytes, state_bytes)
 
     @classmethod

@@ -207,18 +207,34 @@ def test_a_backend_that_is_none_is_refused() -> None:
         twinstep.parity(step, model, sgd(model), [X], backends=["cuda"])  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
-def test_recurrent_layers_follow_eager(kind: Any) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.cells = kind(4, 5, batch_first=True)
+class Recurrent(nn.Module):
+    """Recurrent layers one after the other, the first one wider than its input."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.cells(x)[0]
+    def __init__(self, *kinds: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(kind(4 + at, 5 + at, batch_first=True) for at, kind in enumerate(kinds))
+        self.head = nn.Linear(4 + len(kinds), 1)
 
-    model = Recurrent()
-    batches = list(torch.randn(3, 2, 6, 4, generator=torch.Generator().manual_seed(0)))
-    report = twinstep.parity(step, model, sgd(model), batches, backends=["xla"], steps=3, gradients=None)
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "backend", "length"),
+    [
+        ((nn.RNN,), "xla", 6),
+        ((nn.GRU, nn.LSTM), "xla", 6),
+        ((nn.LSTM, nn.GRU), "xla", 3),
+        pytest.param((nn.GRU, nn.LSTM), "inductor", 2, marks=[pytest.mark.inductor, pytest.mark.slow]),
+    ],
+)
+def test_recurrent_layers_follow_eager_one_after_the_other(kinds: Any, backend: Any, length: int) -> None:
+    model = Recurrent(*kinds)
+    batches = list(torch.randn(3, 2, length, 4, generator=torch.Generator().manual_seed(0)))
+    report = twinstep.parity(step, model, sgd(model), batches, backends=[backend], steps=3, gradients=None)
     assert report.ok, report.summary()
+    trained = {each.name for each in report.backends[0].of_kind("parameter")}
+    assert {f"layers.{at}.weight_hh_l0" for at in range(len(kinds))} <= trained

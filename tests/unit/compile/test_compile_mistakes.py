@@ -72,6 +72,55 @@ def test_one_batch_in_place_of_a_list_is_refused() -> None:
         twinstep.parity(step, *pieces(), batch(), backends=["xla"], steps=1)
 
 
+@pytest.mark.parametrize("length", [True, 2.0, "2", None])
+def test_an_axis_of_a_mesh_has_a_whole_length(length: Any) -> None:
+    with pytest.raises(CompileError, match=r"axis 'data' is .* long"):
+        twinstep.compile(step, *pieces(), batch(), target="xla", mesh={"data": length})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"steps": 0}, "nothing to compare"),
+        ({"steps": -1}, "nothing to compare"),
+        ({"backends": []}, "no backend"),
+        ({"gradients": ["wieght"]}, r"no parameter is called 'wieght'"),
+        ({"gradients": "weight"}, r"gradients is 'weight'"),
+    ],
+)
+def test_a_comparison_of_nothing_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(CompileError, match=said):
+        twinstep.parity(step, *pieces(), [batch()], **{"backends": ["xla"], "steps": 1, **options})
+
+
+def _named(optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = "fast"
+
+
+def _without_betas(optimizer: Any) -> None:
+    del optimizer.param_groups[0]["betas"]
+
+
+@pytest.mark.parametrize("spoil", [_named, _without_betas])
+def test_an_optimizer_that_cannot_step_is_refused_and_as_it_was(spoil: Any) -> None:
+    model, _ = pieces()
+    optimizer = torch.optim.Adam(model.parameters())
+    spoil(optimizer)
+    before = model.weight.detach().clone()
+    with pytest.raises(CompileError, match=r"'optimizer' \(Adam\) cannot take a step") as caught:
+        twinstep.compile(step, model, optimizer, batch(), target="xla")
+    assert "param_groups" in caught.value.remedy
+    assert not optimizer.state
+    assert model.weight.grad is None
+    assert torch.equal(model.weight, before)
+
+
+def test_a_batch_of_another_width_is_one_line_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CompileError, match="must have same reduction dim"):
+        twinstep.compile(step, *pieces(), {"x": torch.ones(4, 5), "y": torch.zeros(4)}, target="xla")
+    assert not caplog.records
+
+
 def test_a_leaf_that_is_missing_or_new_is_named(runner: Any) -> None:
     with pytest.raises(CompileError, match=r"lacks \['y'\] and adds \['z'\]"):
         runner({"x": torch.ones(4, 3), "z": torch.zeros(4)})

@@ -12,6 +12,7 @@ user's line. The live model and optimizers are not touched.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -307,6 +308,18 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging the traceback of an op that refuses its inputs: CaptureError says it in one line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
 def _first_trace(flat_step: _FlatStep, example: list[Tensor]) -> fx.GraphModule:
     # _is_compiling_flag makes Adam accept capturable=True on CPU and keep its step count a tensor; it is private, so
     # the lock pins torch and tests hold every supported optimizer against eager.
@@ -318,6 +331,7 @@ def _first_trace(flat_step: _FlatStep, example: list[Tensor]) -> fx.GraphModule:
             torch.autograd.set_multithreading_enabled(False),
             fx_traceback.preserve_node_meta(),
             _without_onednn(),  # an LSTM as ops that can be lowered, not as oneDNN's one
+            _quiet(),
             Stages(flat_step.state.model, flat_step.state.optimizers),
         ):
             return make_fx(flat_step, tracing_mode="fake", _allow_non_fake_inputs=True)(*example)

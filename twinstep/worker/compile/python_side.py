@@ -1,15 +1,16 @@
 """What a step does on Python's side happens once, while it is traced, and never again.
 
 Refused are changes of a module's attributes, another parameter or submodule in an old one's place, `tensor.data = …`
-(which no graph shows), numbers from Python's and NumPy's generators, and reads of the clock. A refused or failed step
-leaves modules as they were. What a step reads of globals, closures and modules is part of the key (`code.py`): a new
-value compiles again. What else Python may read at each step (files, the environment) cannot be seen, and stays as it
-was at the first.
+(which no graph shows), text of tensors (`print`), numbers from Python's and NumPy's generators, and reads of the clock.
+A refused or failed step leaves modules as they were. What a step reads of globals, closures and modules is part of the
+key (`code.py`): a new value compiles again. What else Python may read at each step (files, the environment) cannot be
+seen, and stays as it was at the first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import linecache
 import random
 import sys
 import sysconfig
@@ -46,9 +47,11 @@ def python_as_it_was(model: nn.Module) -> Iterator[None]:
     """
     tree, settings, numbers = _Tree(model), dict(module_settings(model)), _generators()
     try:
-        with _clocks_watched() as read, _NoDataSet():
+        with _clocks_watched() as read, _NoValues() as tensors:
             yield
         tree.check()
+        if tensors.refused is not None:
+            raise tensors.refused  # the step, or a logger in it, caught it
         _check_python(model, settings, numbers, read)
     except BaseException:
         tree.restore()
@@ -131,20 +134,51 @@ class _Tree:
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
-class _NoDataSet(TorchFunctionMode):
-    """Refuses `tensor.data = other`: the trace would go on with the old values."""
+class _NoValues(TorchFunctionMode):
+    """Refuses what a trace cannot do with a tensor's values: `tensor.data = other`, which no graph shows, and text.
+
+    A tensor that is printed would be shown once, without values, and never again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: CaptureError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA:  # equal, not the same: a wrapper anew at each access
-            frame = sys._getframe(1)
-            while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-                frame = frame.f_back
-            raise CaptureError(
-                f"the step gives a tensor other data (tensor.data = …) at {frame.f_code.co_filename}:{frame.f_lineno}, "
-                "which no graph shows",
+            self._refuse(
+                "the step gives a tensor other data (tensor.data = …)",
+                ", which no graph shows",
                 remedy="write in place: with torch.no_grad(): tensor.copy_(…)",
             )
+        if func in _TEXT and not _asked_by_torch():
+            self._refuse(
+                "the step prints a tensor, or makes text of it",
+                ": it has no values while the step is captured, and a compiled step prints nothing",
+                remedy="return the tensor and print it after the step",
+            )
         return func(*args, **(kwargs or {}))
+
+    def _refuse(self, problem: str, why: str, *, remedy: str) -> None:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            frame = frame.f_back
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        self.refused = CaptureError(f"{problem} at {place}: {line}{why}", remedy=remedy)
+        raise self.refused
+
+
+_TEXT = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_OF_TEXT = (str(Path(torch.__file__).parent / "_tensor.py"), torch.overrides.__file__, __file__)
+
+
+def _asked_by_torch() -> bool:
+    """Say whether torch's own code wants a tensor's text: for a message of its own."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in _OF_TEXT:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS[0])
 
 
 @contextlib.contextmanager

@@ -391,7 +391,7 @@ def materialise(key: str, optimizer: Optimizer) -> None:
     its state when it is built (Adagrad, RowWiseAdagrad), or has taken a step already, needs none of it.
 
     Raises:
-        CompileError: state is not a tensor, or would not start from zero.
+        CompileError: state is not a tensor, or would not start from zero; or the optimizer cannot take a step.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if all(optimizer.state.get(parameter) or not parameter.requires_grad for parameter in parameters):
@@ -413,11 +413,19 @@ def materialise(key: str, optimizer: Optimizer) -> None:
     }
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    stateless = [parameter for parameter in parameters if parameter not in optimizer.state]
     # The method itself: what is wrapped around it imports torch._dynamo, in two seconds, only to be passed over by it.
     step = inspect.unwrap(type(optimizer).step)
     try:
         with torch.no_grad():
             step(optimizer)
+    except Exception as error:  # whatever a setting that is missing or of another type makes of it
+        for parameter in stateless:
+            optimizer.state.pop(parameter, None)
+        raise CompileError(
+            f"optimizer {key!r} ({type(optimizer).__name__}) cannot take a step: {type(error).__name__}: {error}",
+            remedy="look at its param_groups: a setting is missing, or is of another type than its class takes",
+        ) from error
     finally:
         with torch.no_grad():
             for parameter, value, gradient in zip(parameters, before, gradients, strict=True):

@@ -27,7 +27,7 @@ from twinstep.worker.compile.parity.compare import TOLERANCES, Tolerances
 from twinstep.worker.compile.parity.result import BackendReport, ParityReport
 from twinstep.worker.compile.parity.steppers import CompiledStepper, Pair
 from twinstep.worker.compile.parity.trial import Between, Eager, Ledger, Settings
-from twinstep.worker.compile.parity.watch import Gradients
+from twinstep.worker.compile.parity.watch import Gradients, wanted
 from twinstep.worker.compile.state import Optimizers
 from twinstep.worker.compile.strategies import MixedPrecision, Strategy, resolve
 
@@ -69,7 +69,8 @@ def parity(
         on_progress: called with what is done now and the steps that are complete.
 
     Raises:
-        CompileError: no batches, a backend that cannot compile the step, or that draws other random numbers than eager.
+        CompileError: no batches, steps or backends, patterns that name no parameter, a backend that cannot compile the
+            step, or that draws other random numbers than eager.
     """
     unknown = [each for each in backends if each not in get_args(BackendName)]
     if unknown:
@@ -78,11 +79,14 @@ def parity(
         raise CompileError(
             f"batches is a {type(batches).__name__}, which is one batch", remedy="give a list of batches: [batch]"
         )
-    examples = list(itertools.islice(batches, steps))
+    examples = list(itertools.islice(batches, max(steps, 0)))
+    if not backends:
+        raise CompileError("there is nothing to compare with eager: no backend", remedy="name one: inductor, xla")
     if not examples:
         raise CompileError(
             "there is nothing to compare: no batch, or no step", remedy="give a batch and a step at least"
         )
+    _check_patterns(model, gradients)
     asked = resolve(strategies)
     settings = Settings(
         train_step=train_step,
@@ -104,6 +108,18 @@ def parity(
     return ParityReport(
         name=name, steps=steps, backends=tuple(reports), threads=torch.get_num_threads(), versions=dict(versions(stack))
     )
+
+
+def _check_patterns(model: nn.Module, gradients: Gradients) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in () if gradients is None or isinstance(gradients, str) else gradients:
+        if not any(wanted(name, [pattern]) for name in names):
+            raise CompileError(
+                f"no parameter is called {pattern!r}, whose gradient is to be compared",
+                remedy=f"name some of {', '.join(names[:6])}{', …' if len(names) > 6 else ''}, or patterns (*.weight)",
+            )
+    if isinstance(gradients, str) and gradients != "all":
+        raise CompileError(f"gradients is {gradients!r}", remedy='give "all", a list of names or patterns, or None')
 
 
 def _compare(
