@@ -16,8 +16,12 @@ from twinstep.worker.data.datasets import Dataset, load_dataset
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS
 from twinstep.worker.embedding.optim import build_optimizers
+from twinstep.worker.embedding.sparsecore.spec import Cores
 from twinstep.worker.models.registry import build_meta_model, build_model
 from twinstep.worker.train.asked import mesh_for, shipped_for, sizes_of, strategies_of
+from twinstep.worker.train.engines import Parts
+from twinstep.worker.train.processes import Process, Together
+from twinstep.worker.train.sparsecore import GivenBatch, SparseCoreStepper, ahead_parts
 from twinstep.worker.train.step import make_train_step
 
 SPEC = {
@@ -55,6 +59,70 @@ def test_the_key_of_the_meta_device_is_that_of_live_tensors(engine: str) -> None
     assert isinstance(dataset, Dataset)
     ahead, here = key_of(spec, dataset, there=False), key_of(spec, dataset, there=True)
     assert ahead == here, reason(ahead, here)
+
+
+@pytest.mark.parametrize("pipeline", ["off", "full"])
+def test_the_key_of_tables_on_sparsecores_is_that_of_a_run(pipeline: str) -> None:
+    spec = JobSpec.model_validate(
+        {
+            **SPEC,
+            "accelerator": "cpu",
+            "compile": {"backend": "xla"},
+            "embedding": {
+                "engine": "sparsecore",
+                "pipeline": pipeline,
+                "limits": {"batches": 2},
+                "id_bound_check": "drop",
+            },
+        }
+    )  # fmt: skip
+    dataset = load_dataset(spec.data)
+    assert isinstance(dataset, Dataset)
+    ahead, here = sparsecore_key_ahead(spec, dataset), sparsecore_key_of_a_run(spec, dataset)
+    assert ahead.around == here.around
+    assert ahead == here, reason(ahead, here)
+
+
+def sparsecore_key_ahead(spec: JobSpec, dataset: Dataset) -> CompileKey:
+    from twinstep.worker.embedding.sparsecore.device.around import device_mesh
+
+    model = build_meta_model(spec, dataset.schema)
+    model.train()
+    batch = meta_batch(dataset.schema, spec.data)
+    cores = Cores(devices=1, per_device=1)
+    parts = ahead_parts(
+        spec, dataset, model, build_optimizers(spec.optimizers, model), batch, cores, backend="portable"
+    )
+    compiler = StepCompiler(
+        parts.train_step,
+        parts.model,
+        parts.optimizers,
+        backend="xla",
+        mesh=mesh_for(spec),
+        batch_dims=parts.batch_dims,
+        strategies=strategies_of(spec.compile, spec.embedding.engine),
+        around=parts.around(device_mesh(1)),
+        ahead=True,
+    )
+    return slice_key(compiler.key(parts.batch, sizes=sizes_of(spec)), "v5p:2x2x1")
+
+
+def sparsecore_key_of_a_run(spec: JobSpec, dataset: Dataset) -> CompileKey:
+    model = build_model(spec, dataset.schema)
+    model.train()
+    loader = Loader(dataset, spec.data, seed=spec.train.seed)
+    stepper = SparseCoreStepper(
+        Parts(
+            spec=spec, model=model, optimizers=build_optimizers(spec.optimizers, model), loader=loader,
+            on_start=print, on_event=print, on_warning=print, tell=lambda *_: None,
+            together=Together(Process(rank=0, count=1)),
+        )
+    )  # fmt: skip
+    batch = stepper.prepare(loader.train_batch(0)[0])
+    stepper._around.prepare(batch.buffers, None, 0)
+    key = stepper._compiler.key(GivenBatch(batch.batch, stepper._activations), sizes=sizes_of(spec))
+    stepper.close()
+    return slice_key(key, "v5p:2x2x1")
 
 
 def test_a_slice_spreads_the_step_over_all_its_devices_and_looks_into_its_own_folder(tmp_path: Path) -> None:

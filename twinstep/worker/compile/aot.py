@@ -133,7 +133,8 @@ def compile_ahead(
         **program.found,
     )
     if keep is not None:
-        parts = tpu.written(program.executable, captured, placed, cuts, mesh)
+        given = 0 if engine is None else engine.given
+        parts = tpu.written(program.executable, captured, placed, cuts, mesh, given=given)
         kept = Kept.of(captured, compiler.reached)
         file = Shipped(keep, target.name).put(key, kept, parts, devices=program.devices, report=report.as_json())
         report = dataclasses.replace(report, kept=None if file is None else str(file))

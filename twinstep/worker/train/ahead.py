@@ -159,6 +159,7 @@ def compile_here(
         "batch_size": spec.data.batch_size,
         "sizes": sizes_of(spec),
         "effort": effort,
+        "keep": keep,
     }
     if spec.embedding.engine != "sparsecore":
         return compile_ahead(
@@ -167,7 +168,6 @@ def compile_here(
             optimizers,
             batch,
             batch_dims=BATCH_DIMS | MULTI_HOT_DIMS,
-            keep=keep,
             **how,
         )
     parts = ahead_parts(spec, dataset, model, optimizers, batch, cores_of_slice(topology))

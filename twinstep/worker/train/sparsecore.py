@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ from twinstep.worker.train.engines import Parts, Stepper
 from twinstep.worker.train.environment import mesh_axes
 from twinstep.worker.train.step import Step, make_given_step
 from twinstep.worker.train.tables import cores_of_spec
+
+Backend = Literal["portable", "tpu"]
 
 
 class GivenBatch(NamedTuple):
@@ -115,17 +117,9 @@ class SparseCoreStepper(Stepper):
 
     def _engine(self) -> Any:
         from twinstep.worker.embedding.sparsecore.device.around import device_mesh
-        from twinstep.worker.embedding.sparsecore.device.engine import Engine
 
-        spec = self._spec
-        check = spec.embedding.id_bound_check
-        return Engine(
-            plan=self._plan,
-            mesh=device_mesh(self._plan.cores.devices),
-            backend="tpu" if isinstance(spec.accelerator, TpuSpec) else "portable",
-            id_bound_check="error" if check == "error" else "drop",
-            nan_check=spec.debug.stop_on_nonfinite and spec.train.on_nan == "stop",
-        )
+        backend: Backend = "tpu" if isinstance(self._spec.accelerator, TpuSpec) else "portable"
+        return engine_of(self._spec, self._plan, device_mesh(self._plan.cores.devices), backend)
 
     def _make_preprocessor(self) -> Preprocessor:
         wanted = self._spec.embedding
@@ -332,15 +326,16 @@ def ahead_parts(
     optimizers: Mapping[str, Optimizer],
     batch: AnyBatch,
     cores: Cores,
+    *,
+    backend: Backend = "tpu",
 ) -> AheadParts:
-    """Return a step for a slice with these SparseCores; model and batch may be on the meta device.
+    """Return a step for a slice with these SparseCores, as a run on it makes it; model and batch may be on `meta`.
 
     Raises:
         SpecError: tables cannot be laid out, or the batch does not divide by the SparseCores.
         DataError: there is no batch that limits could come from.
     """
     from twinstep.worker.embedding.sparsecore.device.around import AheadStep
-    from twinstep.worker.embedding.sparsecore.device.engine import Engine
 
     lookups: list[Lookup] = model.lookups(batch)  # type: ignore[operator]
     names, wanted = feature_names(lookups), spec.embedding
@@ -349,12 +344,12 @@ def ahead_parts(
         loader = Loader(dataset, spec.data, seed=spec.train.seed)
         real = (model.lookups(loader.train_batch(number)[0]) for number in range(wanted.limits.batches))  # type: ignore[operator]
         batches = ({name: ragged(each) for name, each in zip(names, found, strict=True)} for found in real)
-        plan = limits_from_batches(plan, batches, headroom=wanted.limits.headroom)
+        plan = bounded(limits_from_batches(plan, batches, headroom=wanted.limits.headroom), wanted.overflow)
     view, given = without_tables(model)
     activations = [torch.empty(_samples(each), _dim(plan, each.table), device="meta") for each in lookups]
 
     def around(mesh: Any) -> Any:
-        return AheadStep(Engine(plan=plan, mesh=mesh, backend="tpu"), names, pipeline=wanted.pipeline)
+        return AheadStep(engine_of(spec, plan, mesh, backend), names, pipeline=wanted.pipeline)
 
     return AheadParts(
         train_step=make_given_step(given, clip_norm=spec.train.clip_norm),
@@ -363,6 +358,19 @@ def ahead_parts(
         batch=GivenBatch(batch, activations),
         batch_dims=given_dims(len(activations)),
         around=around,
+    )
+
+
+def engine_of(spec: JobSpec, plan: StackPlan, mesh: Any, backend: Backend) -> Any:
+    """Return a spec's engine over a plan's devices."""
+    from twinstep.worker.embedding.sparsecore.device.engine import Engine
+
+    return Engine(
+        plan=plan,
+        mesh=mesh,
+        backend=backend,
+        id_bound_check="error" if spec.embedding.id_bound_check == "error" else "drop",
+        nan_check=spec.debug.stop_on_nonfinite and spec.train.on_nan == "stop",
     )
 
 

@@ -119,14 +119,20 @@ def compile_for(
     return TpuProgram(compiled, found, tuple(mesh.devices.flat))
 
 
-def written(executable: Any, captured: Captured, placed: Placement, cuts: Cuts, axes: Axes) -> dict[str, bytes]:
-    """Return the parts of which a worker's backend on the slice makes the program (`XlaBackend.load`)."""
+def written(
+    executable: Any, captured: Captured, placed: Placement, cuts: Cuts, axes: Axes, *, given: int = 0
+) -> dict[str, bytes]:
+    """Return the parts of which a worker's backend on the slice makes the program (`XlaBackend.load`).
+
+    Args:
+        given: leaves at the end of the batch that an engine makes on the devices.
+    """
     start = captured.num_state + captured.num_rates
-    leaves = captured.example[start : start + captured.num_batch]
+    leaves = captured.example[start : start + captured.num_batch - given]
     (axis, _), *_ = axes.axes
     batch = tuple(
         tuple(axis if at == dim else None for at in range(leaf.dim()))
-        for leaf, dim in zip(leaves, cuts.batch, strict=True)
+        for leaf, dim in zip(leaves, cuts.batch[: len(leaves)], strict=True)
     )
     return parts_of(executable, result_dtypes(captured), (placed.specs, placed.extra, batch), [])
 
