@@ -58,17 +58,29 @@ class Cluster:
     mark: str
     environment: dict[str, str]
     port: int
+    cpus: int = 2
+    gcs: int = 0
+    joined: list[subprocess.Popen[bytes]] = field(default_factory=list)
     block: subprocess.Popen[bytes] | None = None
     numbers: Iterator[int] = field(default_factory=lambda: iter(range(100)))
 
     def start(self) -> None:
         ports = free_ports(8)
+        self.gcs = ports[0]
         names = (
             "port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
             "runtime-env-agent-port", "metrics-export-port", "node-manager-port", "object-manager-port",
         )  # fmt: skip
         command = [
-            *("ray", "start", "--head", "--block", "--num-cpus=2", "--num-gpus=0", "--node-ip-address=127.0.0.1"),
+            *(
+                "ray",
+                "start",
+                "--head",
+                "--block",
+                f"--num-cpus={self.cpus}",
+                "--num-gpus=0",
+                "--node-ip-address=127.0.0.1",
+            ),
             *(f"--memory={2 << 30}", f"--object-store-memory={80 << 20}", f"--temp-dir={self.folder}/ray"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={self.port}", "--disable-usage-stats"),
             *(f"--{name}={port}" for name, port in zip(names, ports, strict=True)),
@@ -78,6 +90,21 @@ class Cluster:
                 command, env=self.environment, stdout=log, stderr=log, cwd=self.folder, start_new_session=True
             )
         wait_for(self.answers, "the Jobs API answers")
+
+    def join(self) -> subprocess.Popen[bytes]:
+        """Start another node of two processors."""
+        command = [
+            *("ray", "start", f"--address=127.0.0.1:{self.gcs}", "--block", "--num-cpus=2", "--num-gpus=0"),
+            *("--node-ip-address=127.0.0.1", f"--memory={2 << 30}", f"--object-store-memory={80 << 20}"),
+            "--disable-usage-stats",
+        ]
+        with (self.folder / f"node{len(self.joined)}.log").open("wb") as log:
+            self.joined.append(
+                subprocess.Popen(
+                    command, env=self.environment, stdout=log, stderr=log, cwd=self.folder, start_new_session=True
+                )
+            )
+        return self.joined[-1]
 
     def answers(self) -> bool:
         assert self.block is not None
@@ -132,6 +159,8 @@ class Cluster:
 
     def end(self) -> None:
         """End all of it, whatever became of it."""
+        for each in self.joined:
+            each.terminate()
         if self.block is not None:
             self.block.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,8 +171,9 @@ class Cluster:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.2)
-        if self.block is not None:
-            self.block.wait(10)
+        for each in (*self.joined, self.block):
+            if each is not None:
+                each.wait(10)
         assert self.pids() == []
 
 
@@ -164,6 +194,13 @@ def wait_for(true: Callable[[], bool], what: str) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
+    with running(cpus=2) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def running(*, cpus: int) -> Iterator[Cluster]:
+    """Start a cluster whose head has so many processors, and end it."""
     pytest.importorskip("ray")
     pytest.importorskip("pandas", reason="Ray Train imports pandas")
     folder = Path(tempfile.mkdtemp(prefix="ts-ray-"))  # short: sockets are below it, and their paths have a limit
@@ -187,7 +224,7 @@ def cluster() -> Iterator[Cluster]:
         "TWINSTEP_API_URL": f"http://127.0.0.1:{free_ports(1)[0]}",
         "TWINSTEP_RUN_TOKEN": "nobody-asks",
     }
-    made = Cluster(folder, mark, environment, free_ports(1)[0])
+    made = Cluster(folder, mark, environment, free_ports(1)[0], cpus)
     try:
         made.start()
         yield made
@@ -248,3 +285,24 @@ def test_a_node_that_drains_lets_its_ranks_save(cluster: Cluster) -> None:
     following.communicate(timeout=PATIENCE)
     wait_for(lambda: cluster.ranks() == {}, "no rank is left")
     assert [path.name for path in place.glob("**/manifest.json")] == ["manifest.json"]
+
+
+def test_ranks_whose_node_is_taken_away_start_again_on_the_next_one() -> None:
+    """As on spot nodes: the head stays, a worker's pod is preempted, and KubeRay replaces it."""
+    with running(cpus=0) as cluster:
+        node = cluster.join()
+        place = cluster.folder / "checkpoints"
+        name, following = cluster.submit({**TINY, "train": {"steps": 1_000_000}, "checkpoint": {"path": str(place)}})
+        wait_for(lambda: any(each["kind"] == "metric" for each in reports(cluster)), "a step is done")
+        node.terminate()
+        wait_for(lambda: cluster.ranks() == {}, "no rank is left")
+        wait_for(lambda: node.poll() is not None, "the node is gone")
+        assert following.poll() is None
+        cluster.join()
+        wait_for(lambda: any(each.get("name") == "resumed" for each in reports(cluster)), "ranks go on")
+        resumed = next(each for each in reports(cluster) if each.get("name") == "resumed")
+        assert resumed["reason"].startswith("the node of a rank was taken away; goes on after step ")
+        assert (resumed["data"]["lost_steps"], resumed["data"]["restart"]) == (0, 1)
+        assert cluster.run("ray", "job", "stop", "--address", cluster.address, name).returncode == 0
+        said, _ = following.communicate(timeout=PATIENCE)
+        assert "the run failed" not in said

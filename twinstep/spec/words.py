@@ -56,3 +56,5 @@ EXIT_SPEC = 2
 """Exit code of a worker whose user has something to mend; trying again cannot help."""
 EXIT_PREEMPTED = 75
 """Exit code of a worker that was asked to go and saved its work: no failure (sysexits' EX_TEMPFAIL)."""
+EXIT_ABORTED = 134
+"""After SIGABRT, as JAX and NCCL end a process whose peer is gone: where another one failed too, no cause."""

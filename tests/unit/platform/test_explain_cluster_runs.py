@@ -105,6 +105,27 @@ def _pod(host: int, code: int, at: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        ([(1, 134, 10), (0, 1, 12)], 0),  # rank 0 failed, and its peers were gone before it had told so
+        ([(1, 134, 10), (2, 143, 11), (0, 2, 10)], 0),
+        ([(1, 134, 10), (2, 134, 10)], 1),
+        ([(1, 134, 10), (0, 1, 400)], 1),  # another thing, much later
+        ([(1, 137, 10), (0, 134, 9)], 1),
+        ([(1, 1, 10), (0, 134, 11)], 1),
+    ],
+)
+def test_a_worker_that_was_aborted_since_its_peer_was_gone_is_not_the_first(
+    ends: list[tuple[int, int, int]], first: int
+) -> None:
+    pods = [_pod(host, code, f"2026-01-01T00:{at // 60:02}:{at % 60:02}+00:00") for host, code, at in ends]
+    finding = Finding(state=S.RESTARTING, reason="again", code="RestartingJobSet")
+    found = diagnose(Evidence(workload=None, pods=pods), finding, before=None)
+    assert found is not None
+    assert found["pods"][0]["host"] == first
+
+
 def test_a_diagnosis_is_small_says_the_first_first_and_keeps_what_is_gone() -> None:
     finding = Finding(state=S.RESTARTING, reason="again", code="RestartingJobSet")
     pods = [_pod(host, 1, f"2026-01-01T00:00:{30 - host:02}+00:00") for host in range(20)]

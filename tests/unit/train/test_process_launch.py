@@ -80,6 +80,13 @@ def test_the_first_failure_ends_the_others_and_is_the_exit_code() -> None:
     assert said == ["process 1 of this run ended with code 7; the others are stopped"]
 
 
+@pytest.mark.parametrize(("late", "code"), [(0.0, 7), (0.5, 7), (600.0, 134)])
+def test_who_was_ended_by_sigabrt_is_the_cause_only_where_nobody_else_fails(late: float, code: int) -> None:
+    """As under JAX and NCCL: a process whose peer is gone is aborted, maybe before the peer has ended."""
+    ends = f"os.abort() if rank == 1 else (time.sleep({late}), sys.exit(7))"
+    assert launch(python(ends), 2, patience=5.0 if late < 600 else 0.2) == code
+
+
 def test_a_process_that_does_not_hear_is_killed(tmp_path: Path) -> None:
     code = f"""
 if rank == 0:

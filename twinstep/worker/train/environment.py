@@ -50,6 +50,10 @@ class RunContext:
         return cls(run_id=run_id, run_dir=Path(run_dir), api_url=api_url, token=token)
 
 
+RESTART = "TWINSTEP_RESTART"
+"""Environment variable: what whoever starts workers again says of the one before; JSON, as PreviousWorker has it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreviousWorker:
     """The worker that this one is started in place of."""
@@ -66,7 +70,7 @@ class PreviousWorker:
 
 def previous_worker() -> PreviousWorker | None:
     """Return what a supervisor says of the worker before this one; None: this is the first, or nobody says."""
-    told = os.environ.get("TWINSTEP_RESTART")
+    told = os.environ.get(RESTART)
     if not told:
         return None
     try:

@@ -21,6 +21,7 @@ from types import FrameType
 
 from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.words import EXIT_ABORTED
 from twinstep.worker.train.output import giving_up
 from twinstep.worker.train.ranks import Ranks
 
@@ -121,19 +122,21 @@ class _Processes:
 
     def wait(self, *, patience: float, say: Callable[[str], None]) -> int:
         """Wait for all; return 0 or the first failure's code."""
-        code, deadline = 0, None
+        code, deadline, followed = 0, None, False
         means = iter((signal.SIGTERM, signal.SIGKILL))
         while self._running:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ended = self._ended(left)
             failures = [(rank, found) for rank, found in ended if found]
             if not ended:
+                followed = True  # whatever ends from here on was told to
                 self.signal(next(means, signal.SIGKILL))
                 deadline = time.monotonic() + patience
-            elif failures and not code:
-                # Of those that ended at once, one that a signal killed is the cause and not what follows from it.
-                rank, code = max(failures, key=lambda each: each[1])
-                if self._running and not self._asked:
+            elif failures and (not code or (code == EXIT_ABORTED and not followed)):
+                # Of those that ended at once, one that a signal killed is the cause and not what follows from it; but
+                # a peer that is gone ends others by SIGABRT, which may be seen first.
+                rank, code = max(failures, key=lambda each: (each[1] != EXIT_ABORTED, each[1]))
+                if self._running and not self._asked and deadline is None:
                     say(f"process {rank} of this run ended with code {code}; the others are stopped")
                     deadline = time.monotonic() + patience  # most see for themselves that it is gone, and say so
         return code

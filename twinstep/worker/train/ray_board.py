@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twinstep.spec.words import EXIT_FAILED, EXIT_PREEMPTED
+from twinstep.spec.words import EXIT_ABORTED, EXIT_FAILED, EXIT_PREEMPTED
 from twinstep.worker.train.stop import EXIT_STOPPED
 
 LEFT = (EXIT_PREEMPTED, EXIT_STOPPED)
@@ -71,10 +71,12 @@ def outcome(ends: Sequence[Ended], processes: int, *, ray_said: str = "") -> tup
     """Return the exit code of a run and, where it failed, why.
 
     Args:
-        ends: in the order in which they came; the first failure is the cause, and what follows, its consequence.
+        ends: in the order in which they came; the first failure is the cause, and what follows, its consequence. One by
+            SIGABRT is the cause only where there is no other: a peer that is gone may end ranks before it is heard of.
         ray_said: what Ray Train raised; empty: nothing.
     """
-    first = next((each for each in ends if each.failed), None)
+    failed = [each for each in ends if each.failed]
+    first = next((each for each in failed if each.code != EXIT_ABORTED), failed[0] if failed else None)
     if first is not None:
         said = first.words.strip() or "it said nothing"
         return first.code, f"rank {first.rank} of {processes} failed first, with exit code {first.code}: {said}"

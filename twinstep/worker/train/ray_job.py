@@ -2,13 +2,15 @@
 
 `python -m twinstep.worker.train.ray_job`, as Ray's Jobs API starts it on the head. The spec is the file that
 TWINSTEP_SPEC names, the number of ranks is TWINSTEP_PROCESSES, both set by what renders the pods. Exit codes are those
-of `twinstep train`: 0; 75 after SIGTERM or a drained node, state saved; the first failing rank's, with its last words.
+of `twinstep train`: 0; 75 after SIGTERM or where the head's node drains, state saved; the first failing rank's, with
+its last words. Another node that drains ends no job: see `train`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import signal
@@ -25,7 +27,7 @@ from typing import Any
 from twinstep.spec.errors import SpecError, TwinstepError, UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import parse_spec
-from twinstep.spec.words import EXIT_FAILED, EXIT_SPEC
+from twinstep.spec.words import EXIT_FAILED, EXIT_PREEMPTED, EXIT_SPEC
 from twinstep.worker.train.ray_board import Board, outcome
 
 LOG = logging.getLogger(__name__)
@@ -78,7 +80,31 @@ class Asked:
 
 
 def train(asked: Asked) -> tuple[int, str]:
-    """Run the ranks to their end; return the exit code and, where they failed, why."""
+    """Run the ranks to their end; return the exit code and, where they failed, why.
+
+    Where a worker's node is taken away, ranks save and leave, and others start once the cluster has room for all again:
+    KubeRay, which would count the end of this process as a failure, hears of none. The head's own node, and a wish to
+    stop, end the job.
+    """
+    with _connected(), tempfile.TemporaryDirectory(prefix="twinstep-ray-") as folder, _listening() as stop:
+        begun, count, told = time.monotonic(), 0, ""
+        while True:
+            code, why, node_went = _attempt(asked, stop, storage=f"{folder}/{count}", told=told)
+            if code != EXIT_PREEMPTED or not node_went or not _room_again(asked, stop):
+                return code, why
+            count += 1
+            LOG.warning("a node was taken away; ranks saved what they had, and start again for the %d. time", count)
+            reason = "the node of a rank was taken away"
+            seconds = round(time.monotonic() - begun, 3)
+            told = json.dumps({"count": count, "reason": reason, "step": 0, "seconds": seconds})
+
+
+def _attempt(asked: Asked, stop: threading.Event, *, storage: str, told: str) -> tuple[int, str, bool]:
+    """Run a group of ranks; return the exit code, why it failed, and whether a worker's node that is to go ended it.
+
+    Args:
+        told: what a supervisor would tell a worker of the one before it; empty for the first.
+    """
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -86,26 +112,44 @@ def train(asked: Asked) -> tuple[int, str]:
     from twinstep.worker.train.ray_backend import rank_config
     from twinstep.worker.train.ray_rank import run_rank
 
-    said = ""
-    with _connected(), tempfile.TemporaryDirectory(prefix="twinstep-ray-") as folder, _listening() as stop:
-        # On the head, like the driver: it outlives any worker's node.
-        here = ray.get_runtime_context().get_node_id()
-        board: Any = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": here})(Board).remote()
-        trainer = TorchTrainer(
-            run_rank,
-            train_loop_config={"spec": asked.spec.model_dump_json(), "board": board},
-            torch_config=rank_config(),
-            scaling_config=ScalingConfig(
-                num_workers=asked.processes, use_gpu=asked.spec.accelerator.kind == "gpu", placement_strategy="PACK"
-            ),
-            # Nothing is kept there: checkpoints are the worker's own. Restarts are KubeRay's, with a new cluster.
-            run_config=RunConfig(name="run", storage_path=folder),
-        )
-        try:
-            _fit(trainer, board, stop)
-        except Exception as error:  # all that Ray raises; the board knows which rank was first
-            said = str(error)
-        return outcome(ray.get(board.ends.remote()), asked.processes, ray_said=said)
+    # On the head, like the driver: it outlives any worker's node.
+    here = ray.get_runtime_context().get_node_id()
+    board: Any = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": here})(Board).remote()
+    trainer = TorchTrainer(
+        run_rank,
+        train_loop_config={"spec": asked.spec.model_dump_json(), "board": board, "restart": told},
+        torch_config=rank_config(),
+        scaling_config=ScalingConfig(
+            num_workers=asked.processes, use_gpu=asked.spec.accelerator.kind == "gpu", placement_strategy="PACK"
+        ),
+        # Nothing is kept there: checkpoints are the worker's own. Ray Train itself starts nothing again.
+        run_config=RunConfig(name="run", storage_path=storage),
+    )
+    said, node_goes = _fit(trainer, board, stop)
+    code, why = outcome(ray.get(board.ends.remote()), asked.processes, ray_said=said)
+    return code, why, node_goes and not stop.is_set()
+
+
+def _room_again(asked: Asked, stop: threading.Event) -> bool:
+    """Wait until nodes that stay have room for all ranks; False where the job is to stop, or the head's node is to go.
+
+    How long that may take is the cluster's to say: its job has a deadline of its own (`runtime.max_seconds`).
+    """
+    while not stop.wait(LOOK_AT_NODES):
+        going = _going()
+        if _here() in going:
+            return False
+        if _fits(asked, going):
+            return True
+    return False
+
+
+def _fits(asked: Asked, going: set[str]) -> bool:
+    import ray
+
+    kind = "GPU" if asked.spec.accelerator.kind == "gpu" else "CPU"
+    nodes = [each for each in ray.nodes() if each["Alive"] and each["NodeID"] not in going]
+    return sum(int(each["Resources"].get(kind, 0)) for each in nodes) >= asked.processes
 
 
 @contextlib.contextmanager
@@ -139,52 +183,72 @@ def _listening() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _fit(trainer: Any, board: Any, stop: threading.Event) -> None:
-    """Run a trainer in a thread of its own, so that this one hears signals; raise what it raised."""
+def _fit(trainer: Any, board: Any, stop: threading.Event) -> tuple[str, bool]:
+    """Run a trainer in a thread of its own, so that this one hears signals.
+
+    Returns:
+        What it raised, in words, and whether ranks were asked to leave since a node is to go that is not the head's.
+    """
     raised: list[BaseException] = []
 
     def fit() -> None:
         try:
             trainer.fit()
-        except BaseException as error:  # handed over to the thread that waits
+        except BaseException as error:  # all that Ray raises; the board knows which rank was first
             raised.append(error)
 
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
     thread.start()
-    asked, looked = False, 0.0
+    asked, node_goes, looked = False, False, 0.0
     while thread.is_alive():
         thread.join(LOOK)
         if asked:
             continue
         if time.monotonic() - looked > LOOK_AT_NODES:
             looked = time.monotonic()
-            if _draining(board):
+            going = _going_of(board)
+            if _here() in going:
                 stop.set()
-        if stop.is_set():
+            node_goes = bool(going)
+        if stop.is_set() or node_goes:
             asked = True
             board.ask.remote()
-    if raised:
-        raise raised[0]
+    return "".join(str(error) for error in raised), node_goes
 
 
-def _draining(board: Any) -> bool:
-    """Return whether a node of a rank, or this one, is to go: its pod was told to, and Ray gives it time.
+def _here() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _going_of(board: Any) -> set[str]:
+    """Return which nodes of ranks, and this one, are to go: their pods were told to, and Ray gives them time."""
+    going = _going()
+    if not going:
+        return going
+    import ray
+
+    try:
+        return going & {_here(), *ray.get(board.nodes.remote())}
+    except Exception as error:  # as in `_going`
+        _say_once(f"on which nodes ranks run cannot be seen: {type(error).__name__}: {error}")
+        return set()
+
+
+def _going() -> set[str]:
+    """Return the nodes that are to go.
 
     Ray Train's own `get_preemption_info` is a collective call, for loops whose ranks are in step. Where Ray does not
     answer, a run does not end for it: its pods are told by SIGTERM as well.
     """
-    import ray
-
     try:
         from ray._private.state import state
 
-        going = set(state.get_draining_nodes())
-        return bool(going) and not going.isdisjoint(
-            {ray.get_runtime_context().get_node_id(), *ray.get(board.nodes.remote())}
-        )
+        return set(state.get_draining_nodes())
     except Exception as error:  # a private door of Ray's, which may be another one in the next version
         _say_once(f"whether a node is to go cannot be seen: {type(error).__name__}: {error}")
-        return False
+        return set()
 
 
 @functools.cache

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
+from twinstep.worker.train.environment import RESTART
 from twinstep.worker.train.launch import end_with_parent
 from twinstep.worker.train.ranks import Ranks
 from twinstep.worker.train.ray_board import Ended
@@ -62,6 +63,8 @@ def run_rank(config: dict[str, Any]) -> None:
     )
     rank, processors = ranks.rank, len(os.sched_getaffinity(0))
     environment = rank_environment(os.environ, ranks, processors=processors)
+    if config.get("restart"):
+        environment[RESTART] = config["restart"]
     board.stand.remote(rank, ray.get_runtime_context().get_node_id())
     child = _start(config["spec"], environment)
     tail: collections.deque[str] = collections.deque(maxlen=LAST_LINES)

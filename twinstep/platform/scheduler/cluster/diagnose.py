@@ -5,13 +5,14 @@ One pod fails, and takes a hundred others with it that only report its absence: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from twinstep.platform.scheduler.cluster.evidence import Evidence, Object, holds, number, seconds
 from twinstep.platform.scheduler.cluster.status import UNSCHEDULABLE, Finding
 from twinstep.platform.store.records import Diagnosis, PodTrouble
 from twinstep.spec.states import RunState
+from twinstep.spec.words import EXIT_ABORTED
 
 MAX_PODS = 3
 MAX_TEXT = 500  # characters of a message that are kept
@@ -22,6 +23,12 @@ CANNOT_START = (
 """What a kubelet calls it when it cannot start a container."""
 
 
+ABORT_S = 60.0
+"""Seconds that a failed worker may take to end after its peers were: it still tells what it has to."""
+FOLLOWS = (EXIT_ABORTED, 143)
+"""Exit codes of a worker whose peer is gone, or whose pod was ended with the job's."""
+
+
 def diagnose(evidence: Evidence, finding: Finding, *, before: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return what is to be kept of a look, as JSON; None where there is nothing to say.
 
@@ -29,7 +36,7 @@ def diagnose(evidence: Evidence, finding: Finding, *, before: Mapping[str, Any] 
         before: what was kept last. Pods that failed are not forgotten when they are gone.
     """
     known = Diagnosis.model_validate(before) if before else Diagnosis()
-    pods = sorted(_troubles(evidence.pods), key=lambda each: (each.time is None, each.time or 0.0, each.pod))
+    pods = _first_first(_troubles(evidence.pods))
     waits = finding.state is RunState.QUEUED or finding.code == UNSCHEDULABLE
     found = Diagnosis(
         code=finding.code,
@@ -37,6 +44,19 @@ def diagnose(evidence: Evidence, finding: Finding, *, before: Mapping[str, Any] 
         pods=pods[:MAX_PODS] or known.pods,
     )
     return found.model_dump(mode="json", exclude_defaults=True) or None
+
+
+def _first_first(troubles: Iterable[PodTrouble]) -> list[PodTrouble]:
+    """Return troubles by time; an abort after which others failed within ABORT_S, or at once, comes after them.
+
+    A worker whose peer is gone is ended by SIGABRT (JAX, NCCL), and its kubelet may say so before the peer's own does.
+    """
+    found = sorted(troubles, key=lambda each: (each.time is None, each.time or 0.0, each.pod))
+    if not found or found[0].exit_code != EXIT_ABORTED:
+        return found
+    until = (found[0].time or 0.0) + ABORT_S
+    causes = [each for each in found if each.exit_code not in (None, *FOLLOWS) and (each.time or 0.0) <= until]
+    return causes + [each for each in found if each not in causes]
 
 
 def _troubles(pods: Any) -> Iterator[PodTrouble]:
