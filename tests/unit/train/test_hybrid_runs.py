@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -96,6 +97,26 @@ def test_a_killed_process_ends_the_run_soon_with_a_plain_error(tmp_path: Path) -
     assert "Traceback" not in error + out
     failed = [each for each in records(tmp_path / "run") if each.get("name") == "failed"]
     assert ["lost touch" in each["reason"] for each in failed] == [True]  # rank 0's word, once
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_a_kill_of_any_process_at_any_moment_leaves_a_whole_checkpoint_to_go_on_from(seed: int, tmp_path: Path) -> None:
+    dice, place = random.Random(seed), tmp_path / "kept"
+    spec = divided(spec_of(DLRM, checkpoint={"path": str(place), "every_steps": 2}), "row_wise", TABLES["dlrm"])
+    spec["train"] = {"steps": 600}
+    with training(tmp_path, spec) as process:
+        time.sleep(dice.random() * 0.3)  # into a step, an exchange, or a checkpoint that both are writing
+        os.kill(ranks_of(process.pid)[seed % 2], signal.SIGKILL)
+        _, error = process.communicate(timeout=LIMIT)
+    assert process.returncode == 137, error
+    whole = open_place(place)
+    step = Reader(whole, max(whole.names())).manifest.step
+    spec["train"]["steps"] = step + 10
+    (found,) = in_processes(tmp_path, [spec])
+    alone = {name: part for name, part in spec.items() if name not in ("checkpoint", "embedding")}
+    wanted = hybrid_child.train(validate_spec(alone))
+    assert found["losses"] == pytest.approx(wanted["losses"][step:], rel=1e-4)
+    assert not list(place.glob(".draft-*"))
 
 
 def test_a_stopped_run_saves_once_and_goes_on_in_one_process_of_another_engine(tmp_path: Path) -> None:
