@@ -148,7 +148,8 @@ def _fits(asked: Asked, going: set[str]) -> bool:
     import ray
 
     kind = "GPU" if asked.spec.accelerator.kind == "gpu" else "CPU"
-    nodes = [each for each in ray.nodes() if each["Alive"] and each["NodeID"] not in going]
+    known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    nodes = [each for each in known if each["Alive"] and each["NodeID"] not in going]
     return sum(int(each["Resources"].get(kind, 0)) for each in nodes) >= asked.processes
 
 
