@@ -36,8 +36,9 @@ from twinstep.cli import (
     users,
     webhooks,
 )
-from twinstep.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, exit_code, report_error
+from twinstep.cli.output import EXIT_FAILED, EXIT_USAGE, exit_code, report_error
 from twinstep.spec.errors import TwinstepError
+from twinstep.spec.words import EXIT_INTERRUPTED
 
 app = typer.Typer(
     name="twinstep",

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 PIPE_WIDTH = 200  # columns of what a program reads
 
 # Controls but tab and newline become visible pictures; U+FFFD stands for those that have none.

@@ -54,6 +54,8 @@ EXIT_FAILED = 1
 """Exit code of a worker whose run failed; trying again may help."""
 EXIT_SPEC = 2
 """Exit code of a worker whose user has something to mend; trying again cannot help."""
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT, as a shell counts."""
 EXIT_PREEMPTED = 75
 """Exit code of a worker that was asked to go and saved its work: no failure (sysexits' EX_TEMPFAIL)."""
 EXIT_ABORTED = 134

@@ -17,6 +17,9 @@ import torch
 
 from twinstep.worker.checkpoint.place import open_place
 from twinstep.worker.checkpoint.read import Reader
+from twinstep.worker.train import stop as stop_module
+from twinstep.worker.train.saving import last_words
+from twinstep.worker.train.stop import StopSignal
 
 STEPS = 40
 SPEC: dict[str, Any] = {
@@ -33,6 +36,7 @@ SPEC: dict[str, Any] = {
 # Importing torch takes longer than a run, so runs are forked from a process that has; each is a process of its own.
 SERVER = """
 import json, os, sys
+from rich.console import Console
 from twinstep.spec.parse import validate_spec
 from twinstep.worker.train import run_spec
 import twinstep.worker.train.run, torch
@@ -46,7 +50,7 @@ for line in sys.stdin:
         os.dup2(out, 1); os.dup2(out, 2)
         code = 1
         try:
-            run_spec(validate_spec(order["spec"]), quiet=True)
+            run_spec(validate_spec(order["spec"]), console=Console(width=500))
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)
@@ -194,6 +198,58 @@ def test_sigterm_saves_and_says_that_it_is_no_failure_however_often_it_comes(
     runs.start(run_dir, spec_in(place))
     assert runs.end() == 0
     assert dict(losses(run_dir)) == straight[0]
+
+
+def test_ctrl_c_saves_as_sigterm_does_and_goes_on_from_there(
+    tmp_path: Path, runs: Runs, straight: tuple[dict[int, float], dict[str, torch.Tensor]]
+) -> None:
+    run_dir, place = tmp_path / "run", tmp_path / "place"
+    pid = runs.start(run_dir, spec_in(place))
+    when_step(run_dir, 5, pid)
+    for _ in range(2):  # one press: from the terminal, and from a launcher that passes it on
+        os.kill(pid, signal.SIGINT)
+    assert runs.end() == 130, (run_dir / "log").read_text()
+    step, _ = last_state(place)
+    assert step == losses(run_dir)[-1][0], "not one step is lost"
+    assert events(run_dir, "stopped")[-1]["reason"] == f"stopped from the keyboard after step {step}"
+    said = (run_dir / "log").read_text()
+    assert "Ctrl-C again ends at once" in said
+    assert f"stopped after step {step}; step {step} is saved in {place}" in said
+    runs.start(run_dir, spec_in(place))
+    assert runs.end() == 0
+    assert dict(losses(run_dir)) == straight[0]
+
+
+def test_a_second_ctrl_c_ends_a_run_that_does_not_come_to_the_end_of_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stop_module, "ONE_PRESS", 0.0)
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopSignal()
+    stop.listen()
+    try:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+        assert stop.exit_code(75) == 130
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        stop.listen_no_more()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (None, "nothing is saved, since checkpoint.path names no place"),
+        (("/there", None), "nothing is saved yet in /there: started again, it begins anew"),
+        (("/there", 9), "step 9 is saved in /there: started again, it goes on from there"),
+        (("/there", 7), "step 7 is saved in /there: started again, it goes on from there, and does 2 steps again"),
+    ],
+)
+def test_the_last_words_of_a_stopped_run_say_what_is_lost(kept: tuple[str, int | None] | None, said: str) -> None:
+    assert last_words(9, kept) == f"stopped after step 9; {said}"
 
 
 def test_without_a_place_sigterm_is_what_it_was(tmp_path: Path, runs: Runs) -> None:

@@ -31,7 +31,8 @@ def run_spec(spec: JobSpec, *, console: Console | None = None, quiet: bool = Fal
     Raises:
         TwinstepError: the spec asks for what is not here, data is missing, the step cannot be compiled, or the loss
             stopped being finite. The run's end is reported before it is raised.
-        SystemExit: after SIGTERM, with code 75 where checkpoints have a place, else 143.
+        SystemExit: after SIGTERM, with code 75 where checkpoints have a place, else 143; after Ctrl-C, with 130.
+        KeyboardInterrupt: after a second Ctrl-C.
     """
     prepare_environment(spec)
     with _without_collecting():

@@ -98,7 +98,7 @@ class Group(Together):
 
         One that ends because it was told to has not failed.
         """
-        if isinstance(error, SystemExit):
+        if isinstance(error, SystemExit | KeyboardInterrupt):
             return
         with contextlib.suppress(Exception):
             text = error.problem if isinstance(error, TwinstepError) else f"{type(error).__name__}: {error}"

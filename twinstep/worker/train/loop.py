@@ -36,7 +36,7 @@ from twinstep.worker.train.profiling import Profiling
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.report import Phase, Reporter
 from twinstep.worker.train.rewind import Interrupted, Rewind
-from twinstep.worker.train.saving import Saving, place_of, run_tensors
+from twinstep.worker.train.saving import Saving, last_words, place_of, run_tensors
 from twinstep.worker.train.schedule import Schedule
 from twinstep.worker.train.scores import Scores, Window
 from twinstep.worker.train.shared import in_evaluation, loaded_as, make_loaders, shared_stop
@@ -205,15 +205,14 @@ class Trainer:
 
     def leave(self, *, together: bool = True) -> int:
         """Save what there is, where all processes are at the same point; return the exit code of a stopped run."""
-        if self._saving is None:
-            return EXIT_STOPPED
-        if self._together.several and not together:
-            return EXIT_PREEMPTED
-        grace = GRACE_SHARE * grace_seconds(self.spec)
-        if not self._saving.save_last(self.step, self.state(stopped=True), within=grace):
-            good = self._saving.last_good or 0
-            self._event("steps_lost", f"the {self.step - good} steps after step {good} are lost", {"step": self.step})
-        return EXIT_PREEMPTED
+        if self._saving is not None and (together or not self._together.several):
+            grace = GRACE_SHARE * grace_seconds(self.spec)
+            if not self._saving.save_last(self.step, self.state(stopped=True), within=grace):
+                good = self._saving.last_good or 0
+                told = f"the {self.step - good} steps after step {good} are lost"
+                self._event("steps_lost", told, {"step": self.step})
+        self._view.end(last_words(self.step, None if self._saving is None else self._saving.kept))
+        return EXIT_STOPPED if self._saving is None else EXIT_PREEMPTED
 
     def close(self) -> None:
         """Wait for the last checkpoint, and let others write where this run did."""

@@ -57,9 +57,17 @@ class ProgressView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.stop()
+
+    def end(self, text: str) -> None:
+        """Draw no more, and print a last line."""
+        self._stop()
+        self.say(text)
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

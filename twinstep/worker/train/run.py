@@ -3,7 +3,7 @@
 `run` is called through `twinstep.worker.train.run_spec`, which sets the environment first. SIGTERM ends a run between
 two steps (at once, while data is loaded or a program compiled), after its state was saved and its end reported: with
 exit code 75 where there is a place for checkpoints, so that whoever restarts it does not count that as a failure, and
-with 143 where there is none.
+with 143 where there is none. Ctrl-C does the same, with 130; a second one ends at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from twinstep.spec.errors import TrainError, TwinstepError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import RunSummary
-from twinstep.spec.words import EXIT_PREEMPTED
+from twinstep.spec.words import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from twinstep.worker.train.environment import RunContext, usable_processors
 from twinstep.worker.train.group import Group, PeerLost
 from twinstep.worker.train.loop import Trainer
@@ -40,7 +40,7 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
     console = console if together.first else None
     reporter = make_reporter(context)
     stop = StopSignal()
-    stop.listen()
+    stop.listen(aloud=together.first)
     steps = 0
     try:
         torch.set_num_threads(spec.runtime.threads or max(1, usable_processors() // Ranks.from_environment().on_host))
@@ -55,9 +55,10 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
                 summary, code = _trained(trainer, stop)
             finally:
                 steps = trainer.step
-                trainer.close()
+                if not isinstance(sys.exception(), KeyboardInterrupt):  # a second Ctrl-C waits for no checkpoint
+                    trainer.close()
         if summary is None:
-            sys.exit(code)
+            sys.exit(stop.exit_code(code))
         reporter.result(summary)
         more = summary.model_dump(include={"tokens_per_s", "goodput", "chip_hours", "time_s"})
         reporter.progress("done", steps, spec.train.steps, examples_per_s=summary.examples_per_s, eta_s=0.0, **more)
@@ -67,7 +68,7 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
         together.tell_failure(error)
         if isinstance(error, PeerLost) and stop.asked:  # the other one was told to stop too, and did so sooner
             _report_end(reporter, SystemExit(), steps)
-            sys.exit(EXIT_STOPPED if place_of(spec.checkpoint) is None else EXIT_PREEMPTED)
+            sys.exit(_stopped(spec, stop))
         if _out_of_memory(error):
             does_not_fit = TrainError(
                 "the run does not fit in this machine's memory",
@@ -85,6 +86,7 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
                 reporter.close()
             finally:
                 flush_output()
+                stop.listen_no_more()
 
 
 def processes(spec: JobSpec) -> Together:
@@ -104,8 +106,14 @@ def _made(spec: JobSpec, *, stop: StopSignal, **surroundings: Any) -> Trainer:
         stop.end_between_steps()
     except SystemExit:
         stop.end_between_steps()
-        sys.exit(EXIT_STOPPED if place_of(spec.checkpoint) is None else EXIT_PREEMPTED)
+        surroundings["view"].end("stopped before a step was done; checkpoints are as they were")
+        sys.exit(_stopped(spec, stop))
     return trainer
+
+
+def _stopped(spec: JobSpec, stop: StopSignal) -> int:
+    """Return the exit code of a run of `spec` that was told to stop."""
+    return stop.exit_code(EXIT_STOPPED if place_of(spec.checkpoint) is None else EXIT_PREEMPTED)
 
 
 def _trained(trainer: Trainer, stop: StopSignal) -> tuple[RunSummary | None, int]:
@@ -142,6 +150,7 @@ def _report_end(reporter: Reporter, error: BaseException, step: int) -> None:
     elif isinstance(error, KeyboardInterrupt):
         reporter.event("stopped", f"stopped from the keyboard after step {step}", {"step": step})
     elif isinstance(error, SystemExit):
-        reporter.event("stopped", f"stopped by SIGTERM after step {step}", {"step": step})
+        how = "from the keyboard" if error.code == EXIT_INTERRUPTED else "by SIGTERM"
+        reporter.event("stopped", f"stopped {how} after step {step}", {"step": step})
     else:
         reporter.event("failed", f"{type(error).__name__}: {error}", {"code": "bug", "step": step})

@@ -109,6 +109,11 @@ class Saving:
         """Step of the newest checkpoint that is whole."""
         return self._checkpoints.last_step
 
+    @property
+    def kept(self) -> tuple[str, int | None]:
+        """Where checkpoints lie, and the step of the newest that is whole."""
+        return self.place.url, self.last_good
+
     def restore(self) -> Manifest | None:
         """Bring back the newest state that is whole, tensors and random numbers; None: there is none.
 
@@ -244,6 +249,21 @@ def _changed(spec: Spec, before: Mapping[str, Any], path: str) -> Iterator[Fault
         elif now[name] != before[name]:
             given, allowed = repr(now[name])[:120], repr(before[name])[:120]
             yield Fault(field=field, problem=f"is {given}, in the checkpoint {allowed}", given=given, allowed=allowed)
+
+
+def last_words(step: int, kept: tuple[str, int | None] | None) -> str:
+    """Return what to say where a run was told to stop after `step`.
+
+    Args:
+        kept: where its checkpoints lie, and the step of the newest; None: it has no place for any.
+    """
+    if kept is None:
+        return f"stopped after step {step}; nothing is saved, since checkpoint.path names no place"
+    where, newest = kept
+    if newest is None:
+        return f"stopped after step {step}; nothing is saved yet in {where}: started again, it begins anew"
+    vain = f", and does {step - newest} steps again" if step > newest else ""
+    return f"stopped after step {step}; step {newest} is saved in {where}: started again, it goes on from there{vain}"
 
 
 def only_finite(spec: JobSpec) -> bool:

@@ -121,6 +121,11 @@ class SharedSaving:
         """Step of the newest checkpoint that is whole."""
         return self._together.of_first(None if self._saving is None else self._saving.last_good)
 
+    @property
+    def kept(self) -> tuple[str, int | None]:
+        """Where checkpoints lie, and the step of the newest that is whole; only process 0 knows."""
+        return ("", None) if self._saving is None else self._saving.kept
+
     def restore(self) -> Manifest | None:
         """Bring back the newest state that is whole, in every process."""
         for name, optimizer in self._optimizers.items():
