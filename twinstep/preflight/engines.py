@@ -18,7 +18,7 @@ from twinstep.preflight.report import Part, Problem
 from twinstep.preflight.shapes import DataShape
 from twinstep.preflight.state import Held, held, is_quiet, slots_of
 from twinstep.preflight.tiles import LANES, tiled_bytes
-from twinstep.preflight.tokens import SPARSE_ROWS_PER_ID, batch_ids
+from twinstep.preflight.tokens import SPARSE_ROWS_PER_ID, batch_ids, batch_samples
 from twinstep.preflight.words import gib
 from twinstep.spec.job import JobSpec
 from twinstep.spec.sparsecore import GENERATIONS
@@ -134,8 +134,7 @@ def _sparsecore(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], w
         return replace(_dense(spec, shape, found, where), words="on host processors, as on SparseCores")
     rest = held(spec, tuple(each for each in found if each.role != "table"), where)
     stacks = stack_shapes(spec, shape, where)
-    slots, _ = slots_of(spec.optimizers.sparse)
-    slots = 1 if spec.optimizers.sparse.kind == "rowwise_adagrad" else slots
+    slots, per_row = slots_of(spec.optimizers.sparse)[0], spec.optimizers.sparse.kind == "rowwise_adagrad"
     state = list(rest)
     for table, parameter, stack in zip(
         shape.tables, (each for each in found if each.role == "table"), stacks, strict=True
@@ -144,7 +143,10 @@ def _sparsecore(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], w
         mine = device_bytes(generation, [replace(stack, slots=0)]).tables
         name = f"table {table.name}"
         state.append(Held(parameter.name, "table", whole, mine, split=True))
-        if slots:
+        if per_row:
+            mine = device_bytes(generation, [replace(stack, slots=0, width=1)]).tables
+            state.append(Held(f"slots of {name}", "table optimizer", whole // parameter.shape[-1], mine, split=True))
+        elif slots:
             state.append(Held(f"slots of {name}", "table optimizer", whole * slots, mine * slots, split=True))
     taken = device_bytes(generation, stacks)
     flags = spec.embedding.sparsecore
@@ -189,16 +191,18 @@ def stack_shapes(spec: JobSpec, shape: DataShape, where: Where) -> list[StackSha
     """Return each table as a stack of its own: what stacking adds is little, and never less than this."""
     generation: Generation = getattr(spec.accelerator, "generation", "v5p")
     cores = TPUS[generation].sparse_cores_per_device * where.devices
-    ids, slots = batch_ids(spec, shape), slots_of(spec.optimizers.sparse)[0]
+    ids, samples = batch_ids(spec, shape), batch_samples(spec, shape)
+    slots = slots_of(spec.optimizers.sparse)[0]
     slots = 1 if spec.optimizers.sparse.kind == "rowwise_adagrad" else slots
     given = _given_limits(spec)
     found = []
     for table in shape.tables:
         per_core = -(-ids[table.name] // cores)
         most, unique = given.get(table.name) or _limits(per_core, table.rows, cores)
+        stacked = max(-(-samples[table.name] // cores), 1)
         found.append(
             StackShape(
-                rows=table.rows, width=spec.model.embedding_dim, samples_per_core=max(per_core, 1), max_ids=most,
+                rows=table.rows, width=spec.model.embedding_dim, samples_per_core=stacked, max_ids=most,
                 max_unique=unique, devices=where.devices, slots=slots,
             )
         )  # fmt: skip

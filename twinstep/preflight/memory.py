@@ -110,6 +110,8 @@ def _gradients(
 def _activations(spec: JobSpec, shape: DataShape, work: Work, where: Where) -> int:
     model = spec.model
     lookups = work.looked_up * max(len(shape.item_features), 1) * model.embedding_dim
+    if where.kind == "tpu" and spec.embedding.engine == "sparsecore":
+        lookups = 0  # SparseCores sum bags themselves, and what they give is a part of its own
     if isinstance(model, DLRMSpec):
         return FLOAT * (lookups + work.rows * _dlrm_values(model, shape))
     assert isinstance(model, DLRMv3Spec)  # noqa: S101
@@ -167,12 +169,20 @@ def _table_copy(spec: JobSpec, state: tuple[Held, ...], where: Where) -> int:
     if where.kind != "tpu" or not copies_tables(spec):
         return 0
     rows = [each.bytes // (width * FLOAT) for each in state if each.role == "table"]
-    times = 2 if spec.embedding.engine == "sparsecore" else 1  # one for the lookup, one for the update: one report
+    times = 1
+    if spec.embedding.engine == "sparsecore":  # the table, its new rows on v5p, and what the rule keeps of each row
+        times = 3 if getattr(spec.accelerator, "generation", "") == "v5p" else 2
     return times * max(rows, default=0) * (width + -width % LANES) * FLOAT
 
 
 def copies_tables(spec: JobSpec) -> bool:
-    """Say whether a TPU's step copies tables; a ring's kernel wants whole lanes whatever the width."""
-    width = spec.model.embedding_dim
-    engines = {"dense": is_copied(width), "ring": width % LANES != 0, "sparsecore": width % LANES != 0}
+    """Say whether a TPU's step copies tables; a ring's kernel wants whole lanes whatever the width.
+
+    SparseCores update rows where they lie, elementwise; a row-wise rule runs on the TensorCore, for which a table is
+    copied into whole lanes (v5p: and back). Held to libtpu 0.0.42.1 by tests/unit/embedding/test_sparsecore_tpu.py.
+    """
+    width, rowwise = spec.model.embedding_dim, spec.optimizers.sparse.kind == "rowwise_adagrad"
+    engines = {
+        "dense": is_copied(width), "ring": width % LANES != 0, "sparsecore": rowwise and width % LANES != 0,
+    }  # fmt: skip
     return engines.get(spec.embedding.engine, False)

@@ -67,6 +67,14 @@ def batch_ids(spec: JobSpec, shape: DataShape) -> dict[str, int]:
     return found
 
 
+def batch_samples(spec: JobSpec, shape: DataShape) -> dict[str, int]:
+    """Return how many samples a whole batch looks up in each table: as ids, but a bag is one."""
+    bags = {each.table: 0 for each in shape.bags}
+    for each in shape.bags:
+        bags[each.table] += spec.data.batch_size
+    return batch_ids(spec, shape) | bags
+
+
 def attention_is_fused(spec: JobSpec) -> bool:
     """Say whether attention is a kernel that keeps no scores."""
     model, wanted = spec.model, spec.compile.strategies

@@ -112,7 +112,7 @@ def main(topology: str, per_device: str, *names: str) -> None:
 def eval_case(text: str) -> Any:
     """Read a case of the memory grid: {"dim": 16, "max_ids": …, "max_unique": …, "samples": …, "kind": …}."""
     given = json.loads(text)
-    kinds = {"sgd": SGD(), "adagrad": Adagrad(), "adam": Adam()}
+    kinds = {"sgd": SGD(), "adagrad": Adagrad(), "adam": Adam(), "rowwise": RowWiseAdagrad()}
     return {**given, "optimizer": kinds[given.get("kind", "sgd")], "dims": given.get("dims") or (given["dim"],)}
 
 

@@ -46,8 +46,16 @@ def found(run: subprocess.CompletedProcess[str]) -> Any:
     return dict(json.loads(line) for line in run.stdout.splitlines())
 
 
+LARGE = {"dim": 64, "samples": 128, "max_ids": 64, "max_unique": 64, "rows": 400_000}
+
+
 def test_every_way_of_updating_compiles_for_v5p_and_tables_are_updated_in_place() -> None:
-    report = found(compiled("v5p:2x2x1", 4, *CASES))
+    large = {kind: json.dumps({**LARGE, "kind": kind}) for kind in ("adagrad", "rowwise")}
+    report = found(compiled("v5p:2x2x1", 4, *CASES, *large.values()))
+    # What preflight counts copies of tables by: none, and table and new rows in whole lanes (preflight/memory.py).
+    in_lanes = LARGE["rows"] // 4 * 128 * 4
+    assert report.pop(large["adagrad"])["backward"]["temp"] < 0.1 * in_lanes
+    assert 2 * in_lanes < report.pop(large["rowwise"])["backward"]["temp"] < 3 * in_lanes
     assert set(report) == set(CASES)
     for case in report.values():
         assert case["forward"]["on_sparsecores"]
