@@ -160,7 +160,8 @@ def engine_on_tpu(data: Mapping[str, Any]) -> str:
     """Return the engine of a TPU's spec that names none, from its fields as they were given.
 
     A ring updates a row where it lies, and only rows that a step names. An optimizer that moves all of them wants
-    tables that the devices divide, and so does a step without row updates: those keep dense tables.
+    tables that the devices divide, and so does a step without row updates: those keep dense tables. So does a chip that
+    is alone: it has nobody to pass rows to.
     """
 
     def part(of: Any, name: str) -> Any:
@@ -170,7 +171,8 @@ def engine_on_tpu(data: Mapping[str, Any]) -> str:
     strategies = part(compiler, "strategies")
     quiet = part(sparse, "kind") in (None, *FUSED) and not part(sparse, "momentum") and not part(sparse, "weight_decay")
     by_rows = not isinstance(strategies, list | tuple) or "sparse_embedding" in strategies
-    return "ring" if quiet and by_rows and part(compiler, "backend") in (None, "xla") else "dense"
+    alone = part(part(data, "accelerator"), "topology") in ("1x1", "1x1x1")
+    return "ring" if quiet and by_rows and not alone and part(compiler, "backend") in (None, "xla") else "dense"
 
 
 def not_this_engine(problem: str, allowed: str) -> Said:

@@ -30,6 +30,7 @@ def engine_of(**more: Any) -> str:
         ({"compile": {"strategies": []}}, "dense"),
         ({"embedding": {"engine": "dense"}}, "dense"),
         ({"embedding": {"engine": "sparsecore"}}, "sparsecore"),
+        ({"accelerator": {"kind": "tpu", "generation": "v6e", "topology": "1x1"}}, "dense"),
         ({"accelerator": "cpu"}, "dense"),
         ({"accelerator": {"kind": "gpu", "model": "h100", "count": 8}}, "dense"),
     ],
