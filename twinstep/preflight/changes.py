@@ -19,7 +19,7 @@ from twinstep.preflight.report import Change
 from twinstep.preflight.shapes import data_shape
 from twinstep.spec.accelerator import GpuSpec, TpuSpec
 from twinstep.spec.job import JobSpec
-from twinstep.spec.topology import GPUS, chips_of, host_sizes, topologies
+from twinstep.spec.topology import GPUS, TPUS, chips_of, host_sizes, topologies
 
 Tried = Callable[[JobSpec], int | None]
 """Returns the bytes of a device where a spec fits, None where it does not."""
@@ -64,7 +64,7 @@ def changes_for(spec: JobSpec, tried: Tried, *, activations: int = 0) -> tuple[C
     """
     found: list[Change] = []
     kinds = (
-        _batches_that_divide, partial(_budget, activations=activations), _larger_slice, _more_gpus, _engine,
+        partial(_budget, activations=activations), _larger_slice, _more_gpus, _engine,
         _serialised, _batch, _optimizer, _rows,
     )  # fmt: skip
     with suppress(SpentError):
@@ -113,13 +113,6 @@ def _set(spec: JobSpec, tried: Tried, path: str, values: Callable[..., Any]) -> 
     return fits
 
 
-def _batches_that_divide(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
-    devices, size = where(spec).devices, spec.data.batch_size
-    if spec.compile.backend == "xla" and size % devices:
-        for near in sorted({size // devices * devices, -(-size // devices) * devices} - {0}):
-            yield _try(spec, tried, f"data.batch_size: {near}", {"data.batch_size": near})
-
-
 def _budget(spec: JobSpec, tried: Tried, *, activations: int) -> Iterator[Change | None]:
     """Yield the largest budget of values with which a spec fits; one of less than a few of them cannot be met."""
     path, most = "compile.memory_budget_mib", activations >> 20
@@ -149,7 +142,8 @@ def _larger_slice(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
     now = chips_of(asked.topology)
     larger = [each for each in topologies(asked.generation, up_to=None) if chips_of(each) > now]
     by_chips = {chips_of(each): each for each in reversed(larger)}  # of one size the first is the most compact
-    counts = sorted(count for count in by_chips if spec.data.batch_size % (count * asked.slices) == 0)
+    others = TPUS[asked.generation].devices_per_chip * asked.slices
+    counts = sorted(count for count in by_chips if spec.data.batch_size % (count * others) == 0)
     low, high = 0, len(counts)
     found: tuple[str, Fields] | None = None
     while low < high:

@@ -6,7 +6,7 @@ Every change that is offered was put into the spec and tried by the same model; 
 from __future__ import annotations
 
 from twinstep.preflight.changes import Budget, changes_for
-from twinstep.preflight.chips import Where, where
+from twinstep.preflight.chips import where
 from twinstep.preflight.model import Modelled, modelled
 from twinstep.preflight.parameters import TABLES
 from twinstep.preflight.report import Change, Preflight, Problem
@@ -103,7 +103,7 @@ def _of(problem: Problem, changes: tuple[Change, ...]) -> tuple[Change, ...]:
 
 def judged(spec: JobSpec, found: Modelled) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
     """Return what speaks against a spec, the first cause first, and what may: of that nothing was measured."""
-    certain = [*_batch(spec, found.where), *_engine(spec)]
+    certain = _engine(spec)
     memory = _memory(spec, found)
     if found.where.kind == "tpu" and spec.embedding.engine in MEASURED:
         return (*certain, *memory), ()
@@ -112,21 +112,6 @@ def judged(spec: JobSpec, found: Modelled) -> tuple[tuple[Problem, ...], tuple[P
 
 MEASURED = ("dense", "ring")
 """Engines whose memory on TPUs was held to the compiler's reports: what does not fit by it is refused."""
-
-
-def _batch(spec: JobSpec, place: Where) -> list[Problem]:
-    size = spec.data.batch_size
-    if spec.compile.backend != "xla" or not size % place.devices:
-        return []
-    below, above = size // place.devices * place.devices, -(-size // place.devices) * place.devices
-    return [
-        Problem(
-            "data.batch_size",
-            f"a batch of {size:,} does not divide over the {place.devices:,} devices of {place.name}",
-            str(size),
-            f"a multiple of {place.devices}: {f'{below} or ' if below else ''}{above}",
-        )
-    ]
 
 
 def _engine(spec: JobSpec) -> list[Problem]:

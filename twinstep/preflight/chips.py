@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from twinstep.spec.accelerator import CpuSpec, GpuSpec, TpuSpec
+from twinstep.spec.accelerator import GpuSpec, TpuSpec
+from twinstep.spec.devices import devices_of, place_of
 from twinstep.spec.job import JobSpec
-from twinstep.spec.topology import GIB, GPUS, TPUS, chips_of
+from twinstep.spec.topology import GIB, GPUS, TPUS
 
 GIGA, TERA = 1e9, 1e12
 _TPU = "docs.cloud.google.com/tpu/docs"
@@ -121,14 +122,10 @@ class Where:
 
 def where(spec: JobSpec) -> Where:
     """Return the devices that a spec asks for."""
-    asked = spec.accelerator
-    if isinstance(asked, CpuSpec):
-        return Where(kind="cpu", name="cpu", devices=asked.devices, slices=1, facts=None)
+    asked, slices = spec.accelerator, 1
+    facts: ChipFacts | None = None
     if isinstance(asked, GpuSpec):
-        nodes = -(-asked.count // GPUS[asked.model].per_node)
-        name = f"{asked.count} × {asked.model}"
-        return Where(kind="gpu", name=name, devices=asked.count, slices=nodes, facts=FACTS[asked.model])
-    assert isinstance(asked, TpuSpec), "there are three kinds"  # noqa: S101
-    devices = chips_of(asked.topology) * TPUS[asked.generation].devices_per_chip * asked.slices
-    name = f"{asked.generation}:{asked.topology}" + (f" × {asked.slices}" if asked.slices > 1 else "")
-    return Where(kind="tpu", name=name, devices=devices, slices=asked.slices, facts=FACTS[asked.generation])
+        slices, facts = -(-asked.count // GPUS[asked.model].per_node), FACTS[asked.model]
+    elif isinstance(asked, TpuSpec):
+        slices, facts = asked.slices, FACTS[asked.generation]
+    return Where(kind=asked.kind, name=place_of(asked), devices=devices_of(asked), slices=slices, facts=facts)

@@ -20,6 +20,8 @@ FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
 """Of a feature, a task or a column."""
 TableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,127}$")]
 """Of a feature that has a table: without dots, which divide the names of a model's tensors."""
+MAX_BATCH = 65536
+"""Samples of a step, over all devices."""
 MAX_TABLES = 1024
 """Tables that one part of a spec may name; each costs time wherever a spec is looked at."""
 

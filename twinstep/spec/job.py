@@ -12,8 +12,9 @@ from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
-from twinstep.spec.base import INT32_MAX, MAX_TABLES, Count, FieldName, Number, Spec
+from twinstep.spec.base import INT32_MAX, MAX_BATCH, MAX_TABLES, Count, FieldName, Number, Spec
 from twinstep.spec.columns import ColumnsSpec
+from twinstep.spec.devices import BACKENDS, USUAL_BATCH, devices_problem, usual_batch
 from twinstep.spec.embedding import (
     EmbeddingSpec,
     divided_problem,
@@ -81,8 +82,9 @@ class DataSpec(Spec):
     """Training and held-out events."""
     label_threshold: Annotated[Number, Field(ge=0)] = 4.0
     """Ratings from this one up are positive."""
-    batch_size: Annotated[StrictInt, Field(ge=1, le=65536)] = 32
-    """B: samples per step, over all devices; a sample is one user at one moment, with its candidates."""
+    batch_size: Annotated[StrictInt, Field(ge=1, le=MAX_BATCH)] = USUAL_BATCH
+    """B: samples per step, as many for each device; a sample is one user at one moment, with its candidates. Where none
+    is given, the least that devices divide, of 32 or more."""
     uih_len: Annotated[StrictInt, Field(ge=1, le=8192)] = 64
     """U: newest events kept of a user's interaction history (UIH), per sample."""
     uih_budget: Annotated[StrictInt, Field(ge=1, le=8192)] | None = None
@@ -288,10 +290,6 @@ class CompileSpec(Spec):
         return value
 
 
-BACKENDS = {"cpu": ("inductor", "xla", "eager"), "gpu": ("inductor", "eager"), "tpu": ("xla",)}
-"""Backends that can run on a kind of accelerator, the usual one first."""
-
-
 class TrainSpec(Spec):
     """How long to train, and what to look at meanwhile."""
 
@@ -352,7 +350,7 @@ class JobSpec(Spec):
     """Dense and sparse optimizer."""
     accelerator: Accelerator = CpuSpec()
     """cpu, or a tpu slice, or gpus."""
-    compile: CompileSpec = CompileSpec()
+    compile: Annotated[CompileSpec, Field(validate_default=True)] = CompileSpec()
     """Backend and cache; where no backend is given, a TPU has xla."""
     embedding: EmbeddingSpec = EmbeddingSpec()
     """Engine of the tables."""
@@ -370,7 +368,7 @@ class JobSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _what_follows(cls, data: Any) -> Any:
-        """Take the accelerator's own backend and engine where none is given, and a dataset that the model takes."""
+        """Take the accelerator's backend, engine and batch where none is given, and a dataset that the model takes."""
         if not isinstance(data, Mapping):
             return data
         accelerator, model = (data.get(name) for name in ("accelerator", "model"))
@@ -380,7 +378,7 @@ class JobSpec(Spec):
             data = _filled(data, "embedding", {"engine": engine_on_tpu(data)})
         if isinstance(model, Mapping) and model.get("kind") == "dlrm":
             data = _filled(data, "data", {"dataset": DATASETS_OF_ROWS[0]})
-        return data
+        return _filled(data, "data", {"batch_size": usual_batch(data)})
 
     @field_validator("data")
     @classmethod
@@ -478,15 +476,9 @@ class JobSpec(Spec):
 
     @field_validator("compile")
     @classmethod
-    def _backend_fits(cls, value: CompileSpec, info: ValidationInfo) -> CompileSpec:
-        kind = getattr(info.data.get("accelerator"), "kind", None)  # not there where it is not valid itself
-        fitting = BACKENDS.get(kind or "", ())
-        if fitting and value.backend not in fitting:
-            raise PydanticCustomError(
-                "between_fields",
-                "cannot run on a {kind}",
-                {"part": "backend", "kind": kind, "allowed": ", ".join(fitting), "nearest": fitting[0]},
-            )
+    def _devices_run_it(cls, value: CompileSpec, info: ValidationInfo) -> CompileSpec:
+        if (said := devices_problem(value, *map(info.data.get, ("accelerator", "data")))) is not None:
+            raise PydanticCustomError("between_fields", "{problem}", said)
         return value
 
 

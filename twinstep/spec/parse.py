@@ -104,6 +104,8 @@ def _fault(item: dict[str, Any], data: Mapping[str, Any]) -> Fault:
     kind, context, given = item["type"], item.get("ctx") or {}, item.get("input")
     if "part" in context:  # a rule between a part of this field and another field
         path, given = (*path, context["part"]), given.get(context["part"]) if isinstance(given, Mapping) else given
+    if "at" in context:  # a rule of two fields that stands at neither
+        path, given = context["at"], context["given"]
     if kind == "extra_forbidden":
         return _unknown_key(path, given, data)
     if kind == "invalid_key" or item["loc"][-1:] == ("[key]",):

@@ -306,15 +306,15 @@ def test_a_plan_tells_what_a_job_would_become_and_stores_nothing(live) -> None:
 def test_a_job_that_cannot_fit_is_not_planned_and_the_nearest_change_is_named(shared) -> None:
     spec = {
         "name": "a",
-        "data": {"dataset": "synthetic", "batch_size": 130, "rows": {"item_id": 2**31 - 1}},
+        "data": {"dataset": "synthetic", "batch_size": 128, "rows": {"item_id": 2**31 - 1}},
         "model": {"embedding_dim": 512},
         "accelerator": {"kind": "tpu", "generation": "v5p", "topology": "4x4x4"},
         "kubernetes": {"image": "w:1"},
     }
     answer = shared.http.post("/v1/jobs:plan", json={**spec, "optimizers": {"sparse": {"kind": "adam"}}})
     assert answer.status_code == 422
-    assert "batch of 130 does not divide over the 64 devices of v5p:4x4x4" in answer.json()["detail"]
-    assert "data.batch_size" in [each["field"] for each in answer.json()["faults"]]
+    assert "all 64 devices of v5p:4x4x4 together" in answer.json()["detail"]
+    assert "data.rows.item_id" in [each["field"] for each in answer.json()["faults"]]
     let_go = shared.http.post("/v1/jobs:plan", json={**spec, "debug": {"preflight": "warn"}}).json()
     assert let_go["preflight"]["fits"] is False
     assert any(warning.startswith("preflight: ") for warning in let_go["warnings"])

@@ -250,11 +250,11 @@ def test_a_runs_token_is_never_in_its_objects() -> None:
 @settings(deadline=None)
 @given(
     name=st.from_regex(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", fullmatch=True),
-    slices=st.sampled_from([1, 2, 100, 1024]),
+    slices=st.sampled_from([("16x24x24", 1), ("16x24x24", 2), ("4x4x4", 100), ("2x2x2", 1024)]),
     kind=st.sampled_from(["tpu", "gpu"]),
 )
-def test_every_valid_job_name_fits_every_derived_name(name: str, slices: int, kind: str) -> None:
-    accelerator = {"kind": "tpu", "generation": "v7x", "topology": "16x24x24", "slices": slices}
+def test_every_valid_job_name_fits_every_derived_name(name: str, slices: tuple[str, int], kind: str) -> None:
+    accelerator = {"kind": "tpu", "generation": "v7x", "topology": slices[0], "slices": slices[1]}
     run = rendered(accelerator if kind == "tpu" else H100_128, name=name)
     check(run.objects)
     assert run.workload["metadata"]["annotations"]["twinstep.dev/title"] == name

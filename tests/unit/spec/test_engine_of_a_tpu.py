@@ -42,8 +42,9 @@ def test_a_tpu_passes_rows_around_a_ring_where_the_optimizer_leaves_other_rows_a
 
 
 def test_four_chips_and_128_are_one_spec_with_another_topology() -> None:
-    few = validate_spec({"name": "a", "accelerator": TPU})
-    many = validate_spec({"name": "a", "accelerator": {**TPU, "topology": "4x4x8"}})
+    data = {"batch_size": 128}
+    few = validate_spec({"name": "a", "data": data, "accelerator": TPU})
+    many = validate_spec({"name": "a", "data": data, "accelerator": {**TPU, "topology": "4x4x8"}})
     assert many.model_copy(update={"accelerator": few.accelerator}) == few
 
 

@@ -169,11 +169,6 @@ def _set_devices(spec: JobSpec) -> None:
                 remedy=f"set accelerator.devices to a multiple of {count}",
             )
         return
-    if spec.compile.backend != "xla":
-        raise SpecError(
-            f"accelerator.devices is {wanted['data']} with compile.backend {spec.compile.backend}, which uses one",
-            remedy="compile.backend: xla, or accelerator.devices: 1",
-        )
     others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_COUNT)]
     if wanted["data"] % count:
         raise SpecError(
