@@ -72,6 +72,12 @@ RULES = (
 
 EVENTS = (
     ("submitted", "user", "The job was stored.", "`to`"),
+    (
+        "warned",
+        "scheduler",
+        "Something speaks against the run, which is let through: what its objects lack, or what preflight found.",
+        "`warnings`",
+    ),
     ("state_changed", "scheduler, worker", "A run moved from one state to another.", "`from`, `to`"),
     ("restarted", "scheduler", "The cluster started a run's pods again before it had begun.", "`restarts`"),
     ("retried", "user", "A new run was made, which goes on from the last checkpoint.", "`to`, `attempt`, `after`"),

@@ -194,6 +194,32 @@ def finish(live: Live, job: dict[str, Any], ending: Ending | None = None, *, sta
         assert live.place.simulation.end(run["id"], ending)
 
 
+# ---- let through ----
+
+
+def test_a_job_that_is_let_through_with_warnings_says_so_in_its_answer_and_its_events(live: Live) -> None:
+    data = {"dataset": "synthetic", "rows": {"item_id": 2**31 - 1}}
+    kubernetes = {"namespace": live.place.namespace, "image": "registry.example/worker:1"}
+    body = {"name": "too-large", "accelerator": GPU, "embedding": {"engine": "torchrec"}, "data": data,
+            "kubernetes": kubernetes}  # fmt: skip
+    first, again = (live.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "one"}) for _ in range(2))
+    assert (first.status_code, again.status_code) == (201, 200), first.text
+    job, warnings = first.json(), first.json()["warnings"]
+    assert any("is not named by digest" in each for each in warnings)
+    assert any(each.startswith("preflight: ") for each in warnings)
+    assert again.json()["warnings"] == warnings
+    assert live.http.post("/v1/jobs:plan", json=body).json()["warnings"] == warnings
+    live.ask(job, "cancel")
+    live.when(job, "cancelled")
+    live.ask(job, "retry")
+    events = live.http.get(f"/v1/jobs/{job['id']}/events", params={"limit": 200}).json()["items"]
+    told = [each for each in events if each["name"] == "warned"]
+    assert [each["data"]["warnings"] for each in told] == [warnings] * 2
+    assert [each["run_id"] for each in told] == [each["id"] for each in live.runs(job)]
+    live.ask(job, "cancel")
+    live.when(job, "cancelled")
+
+
 # ---- to the end ----
 
 

@@ -15,6 +15,7 @@ from sqlalchemy import text
 from twinstep.platform.store.changes import Changes
 from twinstep.platform.store.database import Database
 from twinstep.platform.store.logs import Logs, LogSource, Place
+from twinstep.platform.store.moves import add_events, warned
 
 pytestmark = pytest.mark.browser
 
@@ -49,6 +50,8 @@ def filled(tmp_path_factory: pytest.TempPathFactory, make_plane: Any, seeded: An
             )
         )
         connection.execute(text("UPDATE runs SET backend = 'kubernetes' WHERE job_id = 'job-00000000000097'"))
+        told = ["no kubernetes.queue: pods wait", "preflight: the <b>table</b> item_id is too large"]
+        add_events(connection, [warned("job-00000000000094", "run-00000000094001", 1.0, told)])
     logs = Logs(database, Changes())
     for host in (0, 3):
         source = LogSource(
@@ -208,6 +211,17 @@ def test_a_failed_job_is_run_again_from_its_page(filled: Any, page: Page) -> Non
     page.get_by_label("Show").first.select_option("compile")
     expect(events.first).to_have_class("tw-event tw-event-compile tw-by-compile")
     filled.when(job["id"], "failed")
+
+
+def test_what_speaks_against_a_run_stands_on_its_page(filled: Any, page: Page) -> None:
+    page.goto(f"{filled.url}/jobs/job-00000000000094")
+    box = page.locator(".tw-reason").filter(has_text="Let through with warnings")
+    expect(box).to_be_visible(timeout=SOON)
+    expect(box).to_contain_text("preflight: the <b>table</b> item_id is too large")
+    expect(page.locator(".tw-event").filter(has_text="pods wait")).to_have_count(1)
+    page.goto(f"{filled.url}/jobs/job-00000000000097")
+    expect(page.get_by_role("heading", name="sweep-00097")).to_be_visible()
+    expect(box).to_be_hidden()
 
 
 def test_a_run_shows_where_its_time_went_and_what_its_traced_steps_did(filled: Any, page: Page) -> None:

@@ -67,6 +67,8 @@ def submit(
             print_json({"job": job, "url": page})
         else:
             print(f"submitted {one_line(job['name'])} as {job['id']}\n{page}", flush=True)
+            for warning in job.get("warnings", ()):
+                print(f"warning: {one_line(warning)}", file=sys.stderr)
         if not follow:
             return 0
         from twinstep.cli.follow import follow_job

@@ -66,17 +66,18 @@ def tried(spec: JobSpec) -> int | None:
     return None if any(judged(spec, found)) else found.memory.total
 
 
-def check_fits(spec: JobSpec) -> None:
-    """Raise unless a spec fits, or its user wants to be warned only (`debug.preflight: warn`).
+def check_fits(spec: JobSpec) -> tuple[Problem, ...]:
+    """Raise unless a spec fits, or its user wants to be warned only (`debug.preflight: warn`); return the warnings.
 
     Raises:
         SpecError: it does not; the faults have the numbers that broke, the remedy the nearest change that fits.
     """
-    if where(spec).facts is None or spec.debug.preflight == "warn":
-        return
+    if where(spec).facts is None:
+        return ()
     known = modelled(spec)
-    if not judged(spec, known)[0]:
-        return
+    problems, warnings = judged(spec, known)
+    if not problems or spec.debug.preflight == "warn":
+        return (*problems, *warnings)
     found = _answer(spec, known, SECONDS_OF_A_SUBMIT)
     remedy = found.changes[0].text if found.changes else "no single change makes it fit: twinstep preflight SPEC"
     raise SpecError(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
 from twinstep.cli import client
 from twinstep.cli.client import PlaneClient
+from twinstep.cli.jobs import submit
 from twinstep.cli.output import UnreachableError
 
 
@@ -18,6 +21,7 @@ class Flaky(BaseHTTPRequestHandler):
 
     keys: list[str] = []  # noqa: RUF012  set anew by the fixture
     answers_from = 1
+    body = b'{"id": "job-1", "name": "a"}'
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -25,7 +29,7 @@ class Flaky(BaseHTTPRequestHandler):
         if len(self.keys) < self.answers_from:
             self.close_connection = True
             return
-        body = b'{"id": "job-1", "name": "a"}'
+        body = self.body
         self.send_response(201)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -54,6 +58,24 @@ def test_a_lost_answer_is_asked_for_again_with_the_same_key(url: str) -> None:
         assert plane.submit({"name": "a"})["id"] == "job-1"
     assert len(Flaky.keys) == 3
     assert len(set(Flaky.keys)) == 1
+
+
+def test_what_speaks_against_a_job_that_was_taken_is_printed(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = ["no kubernetes.queue: pods wait", "preflight: the table\x1b[31m item_id is too large"]
+    monkeypatch.setattr(Flaky, "body", json.dumps({"id": "job-1", "name": "a", "warnings": told}).encode())
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("name: a")
+    assert submit(spec, url=url) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("submitted a as job-1")
+    assert said.err.splitlines()[0] == "warning: no kubernetes.queue: pods wait"
+    assert said.err.splitlines()[1].startswith("warning: preflight: the table")
+    assert "\x1b" not in said.err
+    assert submit(spec, as_json=True, url=url) == 0
+    printed = capsys.readouterr()
+    assert (json.loads(printed.out)["job"]["warnings"], printed.err) == (told, "")
 
 
 def test_each_submit_has_a_key_of_its_own(url: str) -> None:

@@ -22,7 +22,7 @@ from twinstep.platform.scheduler.accounts import Principal
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.entry import current_entry
 from twinstep.platform.store.records import JobDetail, View
-from twinstep.platform.store.submits import HomeChangedError, Stored
+from twinstep.platform.store.submits import HomeChangedError
 from twinstep.preflight.check import SECONDS_OF_A_SUBMIT, preflight
 from twinstep.preflight.report import Preflight
 from twinstep.spec.errors import NotFoundError, SpecError, TwinstepError
@@ -101,6 +101,13 @@ async def spec_in(request: Request) -> JobSpec:
     return await run_in_threadpool(lambda: validate_spec(load_json(body)))
 
 
+class Submitted(JobDetail):
+    """A job that was submitted, and what speaks against it though it was let through."""
+
+    warnings: list[str]
+    """Of what it renders to, and of preflight; also an event of its run. Empty for a job of the processors here."""
+
+
 ProjectQuery = Annotated[
     str | None,
     Query(
@@ -114,10 +121,10 @@ ProjectQuery = Annotated[
 @router.post(
     "/jobs",
     status_code=201,
-    response_model=JobDetail,
+    response_model=Submitted,
     openapi_extra=_SPEC_BODY,
     responses={
-        200: {"model": JobDetail, "description": "This key had stored it before"},
+        200: {"model": Submitted, "description": "This key had stored it before"},
         **responses(404, 409, 413, 415),
     },
     summary="Submit a job",
@@ -147,11 +154,11 @@ async def submit(
 async def answer(service: Service, caller: Principal, spec: JobSpec, project: str | None, key: str | None) -> Response:
     """Store a job; return its answer once it is committed."""
     try:
-        job, new = await _stored(service, caller, spec, project, key, remembered=True)
+        job, new, warnings = await _stored(service, caller, spec, project, key, remembered=True)
     except (HomeChangedError, NotFoundError):  # the project that is remembered may be gone, or another
-        job, new = await _stored(service, caller, spec, project, key, remembered=False)
+        job, new, warnings = await _stored(service, caller, spec, project, key, remembered=False)
     return Response(
-        job.model_dump_json(),
+        Submitted.model_construct(**dict(job), warnings=list(warnings)).model_dump_json(),
         status_code=201 if new else 200,
         media_type=JSON_TYPE,
         headers={"Location": f"/v1/jobs/{job.id}"},
@@ -160,7 +167,7 @@ async def answer(service: Service, caller: Principal, spec: JobSpec, project: st
 
 async def _stored(
     service: Service, caller: Principal, spec: JobSpec, project: str | None, key: str | None, *, remembered: bool
-) -> Stored:
+) -> tuple[JobDetail, bool, tuple[str, ...]]:
     home = service.accounts.remembered_project(caller, project) if remembered else None
     if home is None:
         home = await run_in_threadpool(service.accounts.project_for, caller, project)
@@ -169,10 +176,11 @@ async def _stored(
         entry.project = home.name
         entry.data = {"name": spec.name, "security": placed.kubernetes.security}
     if placed.accelerator.kind == "cpu":
-        service.check_runnable(placed)
+        warnings = service.check_runnable(placed)
     else:
-        await run_in_threadpool(service.check_runnable, placed)
-    return await service.submit(placed, home=home, actor=caller.user, key=key)
+        warnings = await run_in_threadpool(service.check_runnable, placed)
+    job, new = await service.submit(placed, home=home, actor=caller.user, key=key, warnings=warnings)
+    return job, new, warnings
 
 
 class Plan(View):
@@ -217,7 +225,7 @@ def plan(
         name=found.name,
         namespace=found.namespace,
         numbers=found.numbers,
-        warnings=[*found.warnings, *(f"preflight: {each.problem}" for each in (*looked.problems, *looked.warnings))],
+        warnings=list(found.warnings),
         preflight=looked,
         objects=list(found.objects),
         diff=diff,

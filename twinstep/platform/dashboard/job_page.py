@@ -25,7 +25,7 @@ from twinstep.platform.dashboard.parts import (
     summary_rows,
 )
 from twinstep.platform.dashboard.reader import Reader
-from twinstep.platform.dashboard.run_parts import SHOWN_RUNS, Documents, Hosts, ShareCard, Timeline, Why
+from twinstep.platform.dashboard.run_parts import SHOWN_RUNS, Documents, Hosts, ShareCard, Timeline, Warned, Why
 from twinstep.platform.dashboard.shares import Shares, profile
 from twinstep.platform.dashboard.timeline import stretches
 from twinstep.platform.dashboard.views import EventLine, JobLine, JobWithRuns, LogPiece
@@ -73,7 +73,7 @@ class JobScreen:
         with theme.frame(user=reader.user):
             self._head(detail)
             self.stale = theme.text("", "tw-reason tw-hide")
-            self.why = Why()
+            self.why, self.warned = Why(), Warned()
             self.facts = Facts()
             self.charts = Charts(self.refresh)
             self.timeline = Timeline()
@@ -174,6 +174,7 @@ class JobScreen:
             self.log_at = -1
             self.log.reset()
             self.profile.set(Shares())
+            self.warned.set(())
             # A run that follows a resize is of another size.
             self.about.set_text(_about(row))
             self.log.set_hosts(detail.hosts)
@@ -188,6 +189,8 @@ class JobScreen:
         for event in events:
             if seconds := compile_seconds(event):
                 self.compile_s[event.run_id] = self.compile_s.get(event.run_id, 0.0) + seconds
+            if event.name == "warned" and event.run_id == self.run_id:
+                self.warned.set([str(each) for each in event.data.get("warnings", ())])
             if event.name == "profiled" and event.run_id == self.run_id:
                 self.profile.set(profile(event.data))
         self.goodput.set(detail.goodput)

@@ -19,6 +19,9 @@ SHOWN_RUNS = 8
 DOCUMENTS = ("spec", "manifests", "preflight")
 
 
+MAX_WARNINGS = 12
+
+
 class Why:
     """Why a job is not running well, and what to do: on top of the page while there is something to say."""
 
@@ -45,6 +48,23 @@ class Why:
         with self.evidence:
             for line in found.evidence[-6:]:
                 theme.text(cut(words.printable(line), 400))
+
+
+class Warned:
+    """What speaks against a run that was let through: on its page from the moment it was submitted."""
+
+    def __init__(self) -> None:
+        with theme.div("tw-reason tw-hide").mark("warned") as self.box:
+            theme.text("Let through with warnings:")
+            self.lines = theme.div("tw-evidence")
+
+    def set(self, warnings: Sequence[str]) -> None:
+        """Show warnings; none hides the box."""
+        theme.show(self.box, bool(warnings))
+        self.lines.clear()
+        with self.lines:
+            for warning in warnings[:MAX_WARNINGS]:
+                theme.text(cut(words.printable(warning), 400))
 
 
 class Timeline:

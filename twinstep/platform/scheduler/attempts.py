@@ -85,8 +85,9 @@ class Verbs:
                 remedy=f"wait for its end, or cancel it first: twinstep cancel {job.id}",
             )
         self._not_succeeded(job, "retry")
-        check_runnable(validate_spec(job.spec, source="the job's spec"), self._settings)
-        return NewAttempt(verb="retried", after=run.id, version=run.version, says=", from its last checkpoint")
+        warnings = check_runnable(validate_spec(job.spec, source="the job's spec"), self._settings)
+        says = ", from its last checkpoint"
+        return NewAttempt(verb="retried", after=run.id, version=run.version, says=says, warnings=warnings)
 
     def resume(self, job_id: str, *, actor: str, key: str | None = None) -> tuple[JobDetail, bool]:
         """Let a suspended job go on, or one that failed or was cancelled, by a new run from where it came to.
@@ -108,9 +109,10 @@ class Verbs:
                 self._nudge()
             return None
         self._not_succeeded(job, "resume")
-        check_runnable(validate_spec(job.spec, source="the job's spec"), self._settings)
+        warnings = check_runnable(validate_spec(job.spec, source="the job's spec"), self._settings)
         return NewAttempt(
             verb="resumed",
+            warnings=warnings,
             after=run.id,
             version=run.version,
             resumed_from=run.id,
@@ -158,7 +160,7 @@ class Verbs:
         run = self._newest(job)
         self._not_succeeded(job, "resize")
         spec = resized(job.spec, told)
-        check_runnable(spec, self._settings)
+        warnings = check_runnable(spec, self._settings)
         body = spec.model_dump(mode="json")
         if body == job.spec and not run.is_final:
             return None
@@ -166,6 +168,7 @@ class Verbs:
             self._not_cancelled(run)
         return NewAttempt(
             verb="resized",
+            warnings=warnings,
             after=run.id,
             version=run.version,
             spec=body,

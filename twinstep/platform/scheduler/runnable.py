@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from difflib import unified_diff
 from functools import lru_cache
 from pathlib import Path
@@ -17,8 +18,8 @@ from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import validate_spec
 
 
-def check_runnable(spec: JobSpec, settings: Settings) -> None:
-    """Raise SpecError unless a backend of this control plane takes `spec`.
+def check_runnable(spec: JobSpec, settings: Settings) -> tuple[str, ...]:
+    """Raise SpecError unless a backend of this control plane takes `spec`; return what speaks against it all the same.
 
     Raises:
         SpecError: there is no cluster for it, it does not fit its accelerator, or the cluster would refuse what it
@@ -38,7 +39,7 @@ def check_runnable(spec: JobSpec, settings: Settings) -> None:
             "run it on your own machine: twinstep up, or twinstep train",
         )
     if kind == "cpu":
-        return
+        return ()
     if cluster is None:
         raise _refused(
             f"no {kind} to run on here",
@@ -63,7 +64,7 @@ def check_runnable(spec: JobSpec, settings: Settings) -> None:
             ),
             f"set kubernetes.namespace: {cluster.namespaces[0]}",
         )
-    planned(spec, settings)
+    return planned(spec, settings).warnings
 
 
 def _no_machine(settings: Settings) -> tuple[str, str] | None:
@@ -76,16 +77,16 @@ def _no_machine(settings: Settings) -> tuple[str, str] | None:
 
 
 def planned(spec: JobSpec, settings: Settings) -> RenderedRun:
-    """Return what a spec would become in a cluster, checked as the cluster would.
+    """Return what a spec would become in a cluster, checked as the cluster would; preflight's warnings beside its own.
 
     Raises:
         SpecError: it is no cluster's, does not fit its accelerator, or the cluster would refuse what it renders to.
     """
     cluster = settings.cluster
-    check_fits(spec)
+    warned = tuple(f"preflight: {each.problem}" for each in check_fits(spec))
     found = render(spec, default_image=settings.worker_image, api_url=None if cluster is None else cluster.api_url)
     check(found.objects, None if cluster is None or cluster.crds is None else _resources(cluster.crds))
-    return found
+    return replace(found, warnings=(*found.warnings, *warned))
 
 
 def diff_of(job: JobDetail, spec: JobSpec, settings: Settings) -> str:

@@ -110,19 +110,30 @@ class Service:
 
     # ---- jobs ----
 
-    def check_runnable(self, spec: JobSpec) -> None:
-        """Raise SpecError where no backend here can run a spec; takes its time, unless it is for cpu."""
-        check_runnable(spec, self.settings)
+    def check_runnable(self, spec: JobSpec) -> tuple[str, ...]:
+        """Raise SpecError where no backend here can run a spec; return warnings. Takes time, unless it is for cpu."""
+        return check_runnable(spec, self.settings)
 
-    async def submit(self, spec: JobSpec, *, home: Project, key: str | None = None, actor: str = LOCAL_USER) -> Stored:
+    async def submit(
+        self,
+        spec: JobSpec,
+        *,
+        home: Project,
+        key: str | None = None,
+        actor: str = LOCAL_USER,
+        warnings: tuple[str, ...] = (),
+    ) -> Stored:
         """Store a job that was checked and that fits its project; the scheduler takes it from there.
 
         Returns the job once it is committed, and whether it was stored now, or else raises the error of `Store.submit`.
 
         Args:
             key: the submitter's own, by which a submit that is sent again is known.
+            warnings: what `check_runnable` returned; they become an event.
         """
-        return await self._store.submitted(Submit(spec=spec, project=home.name, home=home, actor=actor, key=key))
+        return await self._store.submitted(
+            Submit(spec=spec, project=home.name, home=home, actor=actor, key=key, warnings=warnings)
+        )
 
     def submit_job(self, spec: JobSpec, *, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT) -> JobDetail:
         """Check and store a job, and wait until it is stored.
@@ -131,9 +142,10 @@ class Service:
             SpecError: no backend of this control plane can run it; nothing is stored.
             NotFoundError: there is no such project.
         """
-        self.check_runnable(spec)
+        warnings = self.check_runnable(spec)
         home = self.accounts.users.project(project)
-        return self._store.submit(Submit(spec=spec, project=home.name, home=home, actor=actor)).result()[0]
+        submit = Submit(spec=spec, project=home.name, home=home, actor=actor, warnings=warnings)
+        return self._store.submit(submit).result()[0]
 
     def plan_job(self, spec: JobSpec) -> RenderedRun:
         """Return what a spec would become in a cluster, checked as the cluster would; stores and sends nothing.

@@ -12,7 +12,7 @@ from sqlalchemy.exc import IntegrityError
 
 from twinstep.platform.store.database import Database
 from twinstep.platform.store.ids import new_id
-from twinstep.platform.store.moves import add_event
+from twinstep.platform.store.moves import add_event, warned
 from twinstep.platform.store.submits import known_job, remember_key
 from twinstep.platform.store.tables import JobRow, RunRow
 from twinstep.platform.store.troubles import again
@@ -36,6 +36,8 @@ class NewAttempt:
     resumed_from: str | None = None
     says: str = ""
     """What is different, in a few words."""
+    warnings: tuple[str, ...] = ()
+    """What speaks against it, though it is let through."""
 
 
 class Attempts:
@@ -179,6 +181,8 @@ def _add(connection: Connection, job_id: str, wanted: NewAttempt, *, actor: str)
         reason=f"{actor} asked for {said}",
         data={"to": RunState.PENDING, "attempt": attempt, "after": newest.id},
     )
+    if wanted.warnings:
+        add_event(connection, **warned(job_id, run_id, now, wanted.warnings))
 
 
 def _changed_meanwhile(job_id: str) -> ConflictError:

@@ -136,6 +136,19 @@ def _update(connection: Connection, written: Sequence[tuple[str, int, dict[str, 
             connection.execute(update(RunRow).where(*here).values({n: bindparam(f"new_{n}") for n in names}), rows)
 
 
+def warned(job_id: str, run_id: str, time: float, warnings: Sequence[str]) -> dict[str, Any]:
+    """Return the event of a run that was let through though something speaks against it."""
+    return {
+        "job_id": job_id,
+        "run_id": run_id,
+        "time": time,
+        "name": "warned",
+        "actor": "scheduler",
+        "reason": "; ".join(warnings),
+        "data": {"warnings": list(warnings)},
+    }
+
+
 def add_event(connection: Connection, **values: Any) -> None:
     """Write one event; see `add_events`."""
     add_events(connection, [values])

@@ -27,6 +27,7 @@ TYPES = (
     "job.submitted",
     *(f"run.{state.value}" for state in RunState),
     "run.restarted",
+    "run.warned",
     "run.cancel_requested",
     "run.suspend_requested",
     "run.resume_requested",

@@ -21,7 +21,7 @@ from twinstep.platform.store.audit import write_entries
 from twinstep.platform.store.database import Database
 from twinstep.platform.store.entry import Entry, current_entry
 from twinstep.platform.store.ids import new_id
-from twinstep.platform.store.moves import add_events
+from twinstep.platform.store.moves import add_events, warned
 from twinstep.platform.store.records import JobDetail
 from twinstep.platform.store.search import job_fields, select_jobs, spec_fields
 from twinstep.platform.store.tables import IdempotencyRow, JobRow, RunRow
@@ -58,6 +58,8 @@ class Submit:
     """The project as the spec was made to fit it; stored only while it is that one. None: whatever it is by then."""
     key: str | None = None
     """The submitter's own, by which a submit that is sent again is known."""
+    warnings: tuple[str, ...] = ()
+    """What speaks against it, though it is let through."""
     entry: Entry | None = field(default_factory=current_entry)
     """Of the request that is worked on."""
     facts: Mapping[str, str] = field(default_factory=logs.facts)
@@ -172,7 +174,7 @@ def _new_job(submit: Submit, job_id: str, now: float) -> JobDetail:
 
 
 def _write(connection: Connection, new: Sequence[tuple[Submit, JobDetail]]) -> None:
-    jobs, runs, events, keys = [], [], [], []
+    jobs, runs, events, facts, keys = [], [], [], list[Mapping[str, str]](), []
     for each, job in new:
         now, job_id, run_id, name = job.created_at, job.id, job.run_id, job.name
         jobs.append(
@@ -210,13 +212,17 @@ def _write(connection: Connection, new: Sequence[tuple[Submit, JobDetail]]) -> N
                 "data": {"to": RunState.PENDING},
             }
         )
+        facts.append(each.facts)
+        if each.warnings:
+            events.append(warned(job_id, run_id, now, each.warnings))
+            facts.append(each.facts)
         if each.key is not None:
             keys.append(_key_row(each.actor, each.key, each.digest, job_id, now))
     connection.execute(_NEW_JOB, jobs)
     connection.execute(_NEW_RUN, runs)
     if keys:
         connection.execute(_NEW_KEY, keys)
-    add_events(connection, events, facts=[each.facts for each, _ in new])
+    add_events(connection, events, facts=facts)
     write_entries(connection, [(each.entry, job.id) for each, job in new if each.entry is not None])
 
 
