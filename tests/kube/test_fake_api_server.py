@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from fakekube.admission import crds_dir
+from fakekube.real import api_server
 from fakekube.server import FakeServer
 from kubernetes import client, config, watch
 from kubernetes.client import ApiException
@@ -31,15 +32,16 @@ TPU = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeServer]:
-    with FakeServer(tmp_path_factory.mktemp("cluster"), bookmark_seconds=0.1) as server:
+    with api_server(tmp_path_factory.mktemp("cluster"), bookmark_seconds=0.1) as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(server: FakeServer) -> Iterator[None]:
     yield
-    server.faults.clear()
-    server.api.refuse_token = False
+    if isinstance(server, FakeServer):
+        server.faults.clear()
+        server.api.refuse_token = False
 
 
 @pytest.fixture(scope="module")
