@@ -1,4 +1,7 @@
-"""Every class of bug that other control planes had has a test; here is which. Those below stand in no other file."""
+"""Every class of bug that other control planes had, and every fault, has a test; here is which.
+
+Those below stand in no other file.
+"""
 
 from __future__ import annotations
 
@@ -133,6 +136,54 @@ CLASSES: dict[str, tuple[str, ...]] = {
 """Tests by what they hold off; the numbers are those of the notes the list was made from."""
 
 
+FAULTS: dict[str, tuple[str, ...]] = {
+    "killed at each step of a submit": (
+        "test_a_submit_survives_a_kill_at_any_step",
+        "test_a_submit_to_ray_survives_a_kill_too",
+        "test_a_process_that_is_killed_within_a_request_loses_and_doubles_nothing",
+    ),
+    "500, 429 or no answer, also once it is stored": (
+        "test_a_submit_comes_through_whatever_the_api_server_answers",
+        "test_a_cancel_comes_through_whatever_the_api_server_answers",
+    ),
+    "410 in a watch": (
+        "test_watches_that_break_all_the_time_tell_the_truth_in_the_end",
+        "test_a_history_that_is_compacted_all_the_time_loses_nothing",
+    ),
+    "half a line of JSON; events doubled and out of order": (
+        "test_watches_that_break_all_the_time_tell_the_truth_in_the_end",
+        "test_older_states_that_come_late_change_nothing",
+    ),
+    "objects that somebody else deletes": (
+        "test_a_workload_that_somebody_else_deletes_is_lost_and_never_sent_again",
+        "test_a_pod_that_somebody_deletes_is_a_restart_at_most",
+    ),
+    "objects that go after their time to live": ("test_what_goes_after_its_time_to_live_stays_as_it_ended",),
+    "a database that is locked": ("test_a_database_that_another_holds_is_waited_for_and_then_told_of",),
+    "a disk that is full": (
+        "test_a_disk_that_is_full_stores_nothing_by_half_and_goes_on_once_there_is_room",
+        "test_a_full_disk_is_a_503_that_says_so_and_the_worker_may_send_again",
+    ),
+    "a clock that jumps": (
+        "test_a_clock_that_jumps_puts_nothing_out_of_order",
+        "test_a_cluster_whose_clock_jumps_changes_no_state",
+        "test_a_control_plane_whose_clock_jumps_ends_no_run_before_its_time",
+    ),
+    "two leaders for one lease period": (
+        "test_two_that_both_believe_to_lead_double_nothing",
+        "test_never_two_lead_at_once",
+    ),
+    "the leader lost": (
+        "test_who_leads_is_lost_and_another_one_goes_on",
+        "test_a_holder_that_falls_silent_gives_up_before_another_takes_over",
+    ),
+    "nodes that never come": (
+        "test_a_run_that_is_admitted_and_gets_no_nodes_waits_and_for_too_long_ends_and_says_for_what",
+    ),
+}
+"""Tests by the fault they put in the way: nothing lost, nothing doubled, nothing stuck."""
+
+
 def test_the_map_names_tests_that_are_there() -> None:
     found = {
         node.name
@@ -140,8 +191,9 @@ def test_the_map_names_tests_that_are_there() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
-    assert not [name for names in CLASSES.values() for name in names if name not in found]
-    assert all(CLASSES.values())
+    maps = (*CLASSES.values(), *FAULTS.values())
+    assert not [name for names in maps for name in names if name not in found]
+    assert all(maps)
 
 
 def spec(**more: Any) -> dict[str, Any]:
