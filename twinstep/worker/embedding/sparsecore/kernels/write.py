@@ -138,6 +138,27 @@ def copy_all(
 
 
 @kernel
+def copy_runs(entries: Any, length: int, stack: Any, low: int, gains: Any, outs: Any, position: int) -> int:
+    """Write `length` unweighted entries, repeats added up, all of which fit; return the slot after the last one.
+
+    Nothing in it jumps by the data: whether the next entry repeats the last one cannot be foretold.
+    """
+    bits, mask = u64(stack[S_KEY_BITS]), u64((1 << stack[S_KEY_BITS]) - 1)
+    plain, last, gain = stack[S_COMBINER] == SUM, u64(ALL_ONES), f32(0.0)
+    for i in range(length):
+        entry = entries[i]
+        sample = entry >> bits
+        one = f32(1.0) if plain else gains[sample]
+        position += entry != last
+        gain = f32(one + (gain if entry == last else f32(0.0)))
+        outs[1][position - 1] = np.int64(entry & mask) - low
+        outs[2][position - 1] = np.int32(sample)
+        outs[3][position - 1] = gain
+        last = entry
+    return position
+
+
+@kernel
 def copy_some(
     entries: Any, length: int, stack: Any, low: int, gains: Any, samples: Any, outs: Any, position: int, end: int
 ) -> Any:
@@ -199,6 +220,8 @@ def write_long(
         if fits and repeats == 0:
             copy_all(rest, length, stack, low, gains, samples, outs, position)
             position += count
+        elif fits and not weighted:
+            position = copy_runs(rest, length, stack, low, gains, outs, position)
         else:
             position, lost, late = copy_some(rest, length, stack, low, gains, samples, outs, position, end)
             dropped += lost
