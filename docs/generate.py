@@ -151,6 +151,12 @@ EVENTS = (
         "`step`, `last_good`",
     ),
     ("checkpoint_lost", "worker", "Another process took the place of the checkpoints.", "`step`, `last_good`"),
+    (
+        "checkpoints_by_one",
+        "worker",
+        "Processes do not see one place: process 0 writes all of each checkpoint.",
+        "`step`",
+    ),
     ("checkpoint_damaged", "worker", "A checkpoint is not whole; an older one is taken.", "`name`"),
     ("steps_lost", "worker", "The last state could not be saved in time before the worker had to go.", "`step`"),
     ("random_state_differs", "worker", "A checkpoint of another backend: dropout goes on with other masks.", "`step`"),

@@ -16,8 +16,9 @@ Limit = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
 
 Sharding = Literal["auto", "table_wise", "row_wise", "column_wise", "data_parallel"]
 FUSED = ("sgd", "adagrad", "rowwise_adagrad")
-"""Optimizers of divided tables: FBGEMM runs them fused with the backward pass. It has Adam for GPUs alone, where it was
-not run yet: what it counts steps by would have to go in and out with its moments."""
+"""Optimizers of divided tables: FBGEMM runs them fused with the backward pass."""
+FUSED_ON_GPUS = (*FUSED, "adam")
+"""Those that it has for GPUs. Its Adam touches the rows that a batch names; it has not been run here."""
 
 
 Said = dict[str, Any]

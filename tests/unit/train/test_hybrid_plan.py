@@ -73,3 +73,15 @@ def test_the_nearest_table_is_named() -> None:
 def test_adam_is_for_tables_that_every_process_keeps() -> None:
     every: dict[str, Kind] = {"small": "data_parallel", "large": "data_parallel"}
     assert kinds(SMALL, LARGE, asked=every, sparse="adam") == ["data_parallel", "data_parallel"]
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
+def test_divided_tables_take_adam_where_fbgemm_has_it(kind: Kind) -> None:
+    tables, asked = [TableSize(name="t", rows=4096, dim=16)], {"t": kind}
+    with pytest.raises(SpecError, match=r"optimizers\.sparse\.kind is adam") as refused:
+        plan_tables(tables, asked=asked, processes=2, sparse="adam")
+    assert "adam" not in refused.value.remedy
+    (plan,) = plan_tables(tables, asked=asked, processes=2, sparse="adam", device="cuda")
+    assert plan.kind == kind
+    with pytest.raises(SpecError, match="adamw"):
+        plan_tables(tables, asked=asked, processes=2, sparse="adamw", device="cuda")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import distributed
 
-from twinstep.spec.embedding import FUSED
+from twinstep.spec.embedding import FUSED, FUSED_ON_GPUS
 from twinstep.spec.job import SparseOptimizerSpec
 from twinstep.worker.embedding.hybrid import sharded
 from twinstep.worker.embedding.hybrid.plan import TableSize, plan_tables
@@ -36,7 +36,7 @@ def made(kind: str, group: distributed.ProcessGroup, name: str = "t") -> Any:
 
 @pytest.mark.parametrize("kind", FUSED)
 def test_each_tensor_that_an_optimizer_keeps_is_found_where_it_is(kind: str, group: distributed.ProcessGroup) -> None:
-    assert set(sharded.KINDS) == set(sharded.STATE) == set(FUSED)
+    assert set(sharded.KINDS) == set(sharded.STATE) == set(FUSED_ON_GPUS)
     found = {each.name: each for each in sharded.divided_tensors(made(kind, group), kind)}
     assert set(found) == {"weight", *sharded.STATE[kind].values()}
     for tensor in found.values():
@@ -63,3 +63,27 @@ def test_memory_that_nobody_wrote_is_never_sent(group: distributed.ProcessGroup)
     piece = sharded.Piece((0, 0), (ROWS, DIM), 0, None)
     with pytest.raises(RuntimeError, match="process 0 lacks the piece"):
         piece.everywhere(group)
+
+
+def test_what_torchrec_calls_adams_moments_is_torchs(
+    group: distributed.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel is for GPUs; here SGD's module is given the state that TorchRec would show for it."""
+    module, other = made("sgd", group), made("sgd", group)
+    tensors = [next(iter(each.state_dict().values())) for each in (module, other)]
+    shown = {"state": {"x.t.weight": {"t.momentum1": tensors[0], "t.exp_avg_sq": tensors[1]}}}
+    monkeypatch.setattr(type(module.fused_optimizer), "state_dict", lambda self: shown)
+    found = {each.name: each.pieces[0].here for each in sharded.divided_tensors(module, "adam")}
+    assert set(found) == {"weight", "exp_avg", "exp_avg_sq"}
+    for name, tensor in zip(("exp_avg", "exp_avg_sq"), tensors, strict=True):
+        here = found[name]
+        assert here is not None
+        assert here.data_ptr() == tensor.local_shards()[0].tensor.data_ptr()
+
+
+def test_an_optimizer_counts_on_from_where_a_checkpoint_was(group: distributed.ProcessGroup) -> None:
+    module = made("adagrad", group)
+    for steps in (40, 0):  # a later start too, after steps of its own, where FBGEMM alone would count on from those
+        sharded.set_steps(module, steps)
+        (kernel,) = sharded.kernels(module.fused_optimizer)
+        assert (int(kernel.iter), int(kernel.iter_cpu)) == (steps, steps)

@@ -110,8 +110,7 @@ def compile_ahead(
     compiler, started = StepCompiler(train_step, model, optimizer, backend="xla", **options), time.perf_counter()
     state, ops = compiler.state, xla_trace.decompositions()
     captured = capture(train_step, state, optimizer, example_batch, ops, backend="xla", strategies=resolve(strategies))
-    capture_seconds = time.perf_counter() - started
-    placed = place_state(captured, mesh)
+    capture_seconds, placed = time.perf_counter() - started, place_state(captured, mesh)
     dims = {name: batch_dimension(leaf, size) for name, leaf in zip(names, leaves, strict=True)}
     cuts = Cuts(
         state=tuple(map(split_dimension, placed.specs)),

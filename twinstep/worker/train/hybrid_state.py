@@ -140,6 +140,7 @@ def plans_of(parts: Parts, collection: EmbeddingCollection, used: set[str]) -> t
         asked=parts.spec.embedding.sharding,
         processes=parts.together.ranks.size,
         sparse=parts.spec.optimizers.sparse.kind,
+        device=parts.together.device.type,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from twinstep.spec.embedding import FUSED, Sharding
+from twinstep.spec.embedding import FUSED, FUSED_ON_GPUS, Sharding
 from twinstep.spec.errors import SpecError
 
 Kind = Literal["table_wise", "row_wise", "column_wise", "data_parallel"]
@@ -45,7 +45,7 @@ class TablePlan:
 
 
 def plan_tables(
-    tables: Sequence[TableSize], *, asked: Mapping[str, Sharding], processes: int, sparse: str
+    tables: Sequence[TableSize], *, asked: Mapping[str, Sharding], processes: int, sparse: str, device: str = "cpu"
 ) -> tuple[TablePlan, ...]:
     """Return a plan for every table, in their order.
 
@@ -57,6 +57,7 @@ def plan_tables(
         asked: sharding by table; `auto` for those that are not named.
         processes: that the tables are divided among.
         sparse: kind of the tables' optimizer.
+        device: cpu or cuda: where the tables are.
 
     Raises:
         SpecError: a name is no table, or a table cannot be divided so; the field is named.
@@ -84,7 +85,7 @@ def plan_tables(
         for table in tables
         for kind, why in [kinds[table.name]]
     )
-    _check_optimizer(plans, sparse=sparse)
+    _check_optimizer(plans, sparse=sparse, fused=FUSED if device == "cpu" else FUSED_ON_GPUS)
     return plans
 
 
@@ -132,11 +133,11 @@ def _check(table: TableSize, kind: Kind, *, processes: int, sparse: str) -> None
         )
 
 
-def _check_optimizer(plans: Sequence[TablePlan], *, sparse: str) -> None:
+def _check_optimizer(plans: Sequence[TablePlan], *, sparse: str, fused: Sequence[str]) -> None:
     divided = [plan.table.name for plan in plans if plan.kind != "data_parallel"]
-    if divided and sparse not in FUSED:
+    if divided and sparse not in fused:
         raise SpecError(
             f"optimizers.sparse.kind is {sparse}, which divided tables do not have, and {', '.join(divided)} would be "
             "divided",
-            remedy=f"use one of {', '.join(FUSED)}; or embedding.sharding: data_parallel for these tables",
+            remedy=f"use one of {', '.join(fused)}; or embedding.sharding: data_parallel for these tables",
         )

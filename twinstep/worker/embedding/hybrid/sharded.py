@@ -41,11 +41,13 @@ KINDS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,  # on GPUs alone; it touches the rows that a batch names
 }
 STATE = {
     "sgd": {},
     "adagrad": {"momentum1": "sum"},
     "rowwise_adagrad": {"momentum1": "sum"},
+    "adam": {"momentum1": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
 }
 """What FBGEMM keeps of a table, by TorchRec's key, and the name that the `torch.optim` optimizer has for it."""
 
@@ -70,6 +72,8 @@ def shard(
     fused = {"optimizer": KINDS[optimizer.kind], "learning_rate": optimizer.lr}
     if optimizer.kind != "sgd":
         fused["eps"] = optimizer.eps
+    if optimizer.kind == "adam":
+        fused["beta1"], fused["beta2"] = optimizer.betas
     if optimizer.weight_decay:
         fused["weight_decay"] = optimizer.weight_decay
     sharder: Any = (EmbeddingBagCollectionSharder if pooled else EmbeddingCollectionSharder)(fused_params=fused)
@@ -129,6 +133,25 @@ def set_learning_rate(sharded: Sharded, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()  # updates nothing: it hands the rate to the kernels
+
+
+def set_steps(sharded: Sharded, steps: int) -> None:
+    """Let the optimizer count on from so many steps, by which Adam corrects its moments.
+
+    FBGEMM counts on the host, and looks at its other counter, which TorchRec's `set_optimizer_step` sets, only while it
+    has counted nothing.
+    """
+    for module in kernels(sharded.fused_optimizer):
+        for counter in (module.iter, module.iter_cpu):
+            counter.fill_(steps)
+
+
+def kernels(optimizer: Any) -> Iterator[Any]:
+    """Yield FBGEMM's modules that a fused optimizer, which may be of others, stands for."""
+    if hasattr(optimizer, "_emb_module"):
+        yield optimizer._emb_module
+    for _, each in getattr(optimizer, "optimizers", ()):
+        yield from kernels(each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,14 @@ from torch import Tensor, distributed
 from twinstep.spec.job import SparseOptimizerSpec
 from twinstep.worker.embedding.collection import Lookup
 from twinstep.worker.embedding.hybrid.plan import TablePlan
-from twinstep.worker.embedding.hybrid.sharded import Sharded, divided_tensors, keyed, set_learning_rate, shard
+from twinstep.worker.embedding.hybrid.sharded import (
+    Sharded,
+    divided_tensors,
+    keyed,
+    set_learning_rate,
+    set_steps,
+    shard,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +188,8 @@ class DividedTables:
             for piece in divided.pieces:
                 if piece.here is not None:
                     piece.here.copy_(divided.window(whole[divided.table][divided.name], piece))
+        if self._kind == "adam":
+            set_steps(self._sharded, max(int(tensors["step"]) for tensors in whole.values()))
 
     @torch.no_grad()
     def pull(self, whole: Whole) -> None:
