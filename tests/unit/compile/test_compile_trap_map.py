@@ -102,6 +102,16 @@ TRAPS: dict[str, tuple[str, ...]] = {
     "masks that are not eager's under one seed": ("test_inductor_draws_eagers_masks_under_one_seed",),
     "float64 that XLA would round": ("test_digits_that_xla_would_lose_are_refused",),
     "a recomputed value that the backend merges again": ("test_the_backend_does_not_undo_the_saving",),
+    "ids out of range": (
+        "test_an_id_that_names_no_row_is_an_error_with_the_leaf_and_changes_nothing",
+        "test_an_id_that_the_step_computes_is_caught_by_the_program_and_changes_nothing_either",
+        "test_an_id_outside_of_the_table_writes_to_no_row",
+    ),
+    "gradients that are rounding and nothing else": (
+        "test_noise_allows_next_to_nothing_where_gradients_are_ordinary_and_nothing_where_there_are_none",
+    ),
+    "donated state that is used again": ("test_state_that_is_gone_is_refused_instead_of_crashing_the_process",),
+    "a recurrent layer after another, through oneDNN": ("test_recurrent_layers_follow_eager_one_after_the_other",),
     "hours of the day in float32": ("test_hours_and_weekdays_turn_over_at_the_whole_second",),
     "a batch that the mesh does not divide": ("test_a_batch_that_does_not_divide_names_sizes_that_do",),
     "a table gathered by a collective": ("test_tables_and_their_state_are_split_by_rows_and_never_gathered",),
