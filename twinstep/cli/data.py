@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -48,9 +48,12 @@ def data(
         raise needs_worker("looking at data", error) from None
     dataset = load_dataset(spec.data)
     if not isinstance(dataset, Dataset):
+        from twinstep.spec.job import DATASETS_OF_ROWS
+
+        every = get_args(type(spec.data).model_fields["dataset"].annotation)
         raise SpecError(
             f"data.dataset {spec.data.dataset} has rows without histories, so there is no token budget to choose",
-            remedy="name a dataset of events: twinstep schema lists them",
+            remedy=f"name a dataset of events: {', '.join(each for each in every if each not in DATASETS_OF_ROWS)}",
         )
     study = study_lengths(dataset, spec.data, seed=spec.train.seed, target_loss=target_loss)
     if html is not None:

@@ -6,15 +6,20 @@ follower shows is in `live.py`; this file only carries messages.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import typer
+
 from twinstep.cli.output import EXIT_FAILED, RemoteError, UnreachableError, console, print_json
+from twinstep.spec.words import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from twinstep.cli.client import PlaneClient
@@ -107,6 +112,17 @@ def _data(message: Message) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
+@contextlib.contextmanager
+def left_alone(job_id: str) -> Iterator[None]:
+    """Let Ctrl-C end the watching alone, and say so: the job goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        said = f"{job_id} goes on; twinstep logs {job_id} -f follows it, twinstep cancel {job_id} ends it"
+        print(f"\n{said}", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
 def follow_job(plane: PlaneClient, job_id: str, *, as_json: bool) -> int:
     """Show a job until it ends; return 0 where it succeeded, else 1."""
     from twinstep.cli.live import PlainView, RichView
@@ -116,7 +132,7 @@ def follow_job(plane: PlaneClient, job_id: str, *, as_json: bool) -> int:
     screen = console()
     view = RichView(screen) if screen.is_terminal else PlainView()
     state = ""
-    with view:
+    with left_alone(job_id), view:
         for event, data in messages(plane, job_id, kinds=("state", "event", "metrics"), announce=view.say):
             view.show(event, data)
             if event == "end":
@@ -127,9 +143,10 @@ def follow_job(plane: PlaneClient, job_id: str, *, as_json: bool) -> int:
 
 def _follow_json(plane: PlaneClient, job_id: str) -> int:
     """Print each message as one JSON line, and the whole job last."""
-    for event, data in messages(plane, job_id, kinds=("state", "event", "metrics")):
-        if event != "end":
-            print_json({event: data})
+    with left_alone(job_id):
+        for event, data in messages(plane, job_id, kinds=("state", "event", "metrics")):
+            if event != "end":
+                print_json({event: data})
     job = plane.job(job_id)
     print_json({"job": job, "summary": job.get("summary")})
     return 0 if job["state"] == "succeeded" else EXIT_FAILED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import time
@@ -230,7 +231,7 @@ def logs(
 ) -> int:
     """Print the log of a job's newest run; of several hosts, each line with its slice and host."""
     from twinstep.cli.client import PlaneClient, environ_url
-    from twinstep.cli.follow import Whose, log_text
+    from twinstep.cli.follow import Whose, left_alone, log_text
 
     whose = Whose(slice=of_slice, host=host, restart=restart)
     with PlaneClient(environ_url(url)) as plane:
@@ -238,9 +239,10 @@ def logs(
         run_id = None if attempt is None else _run_of(plane, job["id"], attempt)
         follow = follow and run_id in (None, job["run_id"])  # an earlier attempt has nothing more to say
         raw = not sys.stdout.isatty()  # a file gets the bytes as they are; a terminal must not be steered by them
-        for text in log_text(plane, job["id"], follow=follow, whose=whose, run_id=run_id):
-            sys.stdout.write(text if raw else clean(text))
-            sys.stdout.flush()
+        with left_alone(job["id"]) if follow else contextlib.nullcontext():
+            for text in log_text(plane, job["id"], follow=follow, whose=whose, run_id=run_id):
+                sys.stdout.write(text if raw else clean(text))
+                sys.stdout.flush()
     return 0
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+MOST_FAULTS = 20  # lines of one error
 PIPE_WIDTH = 200  # columns of what a program reads
 
 # Controls but tab and newline become visible pictures; U+FFFD stands for those that have none.
@@ -87,7 +88,9 @@ def report_error(error: TwinstepError, *, as_json: bool) -> None:
     # gives the last line of a worker's log as the reason of its failure.
     remedy = f"; fix: {one_line(error.remedy)}" if error.remedy and not error.faults else ""
     lines = [f"error: {one_line(error.problem)}{remedy}"]
-    lines += [f"  {one_line(fault.line())}" for fault in error.faults]
+    lines += [f"  {one_line(fault.line())}" for fault in error.faults[:MOST_FAULTS]]
+    if len(error.faults) > MOST_FAULTS:
+        lines.append(f"  and {len(error.faults) - MOST_FAULTS} more; --json lists all")
     print("\n".join(lines), file=sys.stderr)
 
 

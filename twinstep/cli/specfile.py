@@ -61,16 +61,20 @@ def _read(path: str, *, limit: int) -> bytes:
 
 
 def _near(path: str) -> str:
-    """Name the file the user may have meant: the same name with the other suffix, or the nearest in the directory."""
+    """Name the file that may be meant: the same name with the other suffix, or nearly, or in a directory below."""
     import difflib
+    import glob
 
     try:
         wanted = Path(path)
         names = [entry.name for entry in wanted.parent.iterdir() if entry.suffix in (".yaml", ".yml", ".json")][:1000]
+        below = next(wanted.parent.glob(f"[!.]*/{glob.escape(wanted.name)}"), None)
     except (OSError, ValueError):
         return _EXAMPLES
-    close = difflib.get_close_matches(wanted.name, names, n=1, cutoff=0.6)
-    return f"did you mean {wanted.with_name(close[0])}?" if close else _EXAMPLES
+    stems = {Path(name).stem: name for name in names}
+    close = difflib.get_close_matches(wanted.stem, stems, n=1, cutoff=0.7)
+    meant = wanted.with_name(stems[close[0]]) if close else below
+    return f"did you mean {meant}?" if meant is not None else _EXAMPLES
 
 
 def _specs_in(folder: Path) -> str:

@@ -126,11 +126,15 @@ def test_a_file_that_is_no_spec_is_one_clear_message(
 
 def test_a_path_that_cannot_be_read_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "train.yaml", "name: a")
+    (tmp_path / "examples").mkdir()
+    write(tmp_path / "examples" / "smoke.yaml", "name: a")
     locked = Path(write(tmp_path / "locked.yaml", "name: a"))
     locked.chmod(0)
     os.mkfifo(tmp_path / "pipe")
     cases = {
         str(tmp_path / "trian.yaml"): f"no such file; fix: did you mean {tmp_path / 'train.yaml'}?",
+        str(tmp_path / "smoke.yaml"): f"fix: did you mean {tmp_path / 'examples' / 'smoke.yaml'}?",
+        str(tmp_path / "other.yaml"): "fix: give the path of a job spec",
         str(tmp_path): "is a directory",
         str(tmp_path / "train.yaml" / "x"): "cannot be read",
         "a\0b": "cannot be read",

@@ -178,6 +178,10 @@ def test_what_is_torn_foreign_or_in_the_way_is_said(
     fails("there is no checkpoint at", "export", str(tmp_path), "--out", str(tmp_path / "x"))
     checkpoint = next(each for each in Path(place).iterdir() if "-step-10" in each.name)
     fails("is a checkpoint, not an export", "score", str(checkpoint), "--out", out)
+    fails("holds a run's checkpoints, not an export", "score", str(checkpoint.parent), "--out", out)
+    (tmp_path / "mine.csv").write_text("kept")
+    fails("is there already", "score", str(where), "--out", str(tmp_path / "mine.csv"))
+    assert (tmp_path / "mine.csv").read_text() == "kept"
     fails("there is no export", "score", str(tmp_path / "none"), "--out", out)
     fails("ends in none of .parquet", "score", str(where), "--out", str(tmp_path / "o.txt"))
     fails("no directory", "score", str(where), "--out", str(tmp_path / "no" / "o.csv"))

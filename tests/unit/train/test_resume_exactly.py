@@ -105,6 +105,20 @@ def spec_of(
     }
 
 
+def test_a_run_that_is_done_is_evaluated_again_and_saved_no_more(tmp_path: Path) -> None:
+    for wanted in ({"every_steps": 5}, {"keep_best": 2}):
+        where = tmp_path / next(iter(wanted))
+        first = Run(spec_of(path=where, checkpoint=wanted))
+        saved = sorted(each.name for each in where.glob("0*"))
+        again = Run(spec_of(path=where, checkpoint=wanted))
+        assert sorted(each.name for each in where.glob("0*")) == saved
+        assert again.notes.of("resumed")[0].startswith("all 12 steps are done already")
+        assert not again.notes.losses
+        assert first.summary is not None
+        assert again.summary is not None
+        assert again.summary.auc == first.summary.auc
+
+
 def assert_same(first: Run, second: Run) -> None:
     for path in {**first.state, **second.state}:
         one, other = first.state.get(path), second.state.get(path)

@@ -20,7 +20,6 @@ from twinstep.worker.compile.state import Slot, materialise
 
 RANDOM = "random:"
 """Beginning of the path of a random generator's state."""
-MAX_TOLD = 8  # tensors named in an error's one sentence; its faults name each
 
 
 def live_tensors(
@@ -60,11 +59,10 @@ def check_fits(manifest: Manifest, model: nn.Module, optimizers: Mapping[str, Op
     faults = [fault for path in {**live, **there} if (fault := _fault(path, live, manifest)) is not None]
     if not faults:
         return
-    told = [f"{fault.field} {fault.problem}" for fault in faults[:MAX_TOLD]]
-    more = f", and {len(faults) - MAX_TOLD} more" if len(faults) > MAX_TOLD else ""
+    others = f", and {len(faults) - 1} more tensors" if len(faults) > 1 else ""
     raise MisfitError(
         f"the checkpoint of step {manifest.step} is of another model or other optimizers than the spec: "
-        f"{', '.join(told)}{more}",
+        f"{faults[0].field} {faults[0].problem}{others}",
         remedy="undo the change of the spec, or give another checkpoint.path to start anew",
         faults=tuple(faults),
     )

@@ -128,6 +128,10 @@ def open_export(where: str) -> tuple[JobSpec, Any, dict[str, Tensor], Manifest]:
     place, name = _split(where)
     if name not in place.names():
         raise NotFoundError(f"there is no export at {where}", remedy="twinstep export JOB --out DIRECTORY makes one")
+    if any(NAME.match(each) for each in open_place(where).names()):
+        raise NotFoundError(
+            f"{where} holds a run's checkpoints, not an export", remedy=f"twinstep export {where} --out DIRECTORY"
+        )
     try:
         reader = Reader(place, name)
         if reader.manifest.about.get("kind") != KIND:

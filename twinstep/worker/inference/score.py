@@ -20,7 +20,7 @@ import torch
 from pyarrow import csv, parquet
 from torch import Tensor
 
-from twinstep.spec.errors import DataError, SpecError, UnavailableError
+from twinstep.spec.errors import ConflictError, DataError, SpecError, UnavailableError
 from twinstep.spec.job import DATASETS_OF_FILES, JobSpec
 from twinstep.spec.parse import validate_spec
 from twinstep.worker.data.datasets import Dataset, load_dataset
@@ -66,6 +66,7 @@ def score(
         SpecError: `batch_size` is not one that a spec can have, or `data` is given where the dataset has no files.
         DataError: the data is missing, or of another schema than the model's.
         UnavailableError: `out` has another ending, or cannot be written.
+        ConflictError: `out` is there already.
     """
     check_format(out)
     spec, schema, values, manifest = open_export(where)
@@ -96,6 +97,7 @@ def check_format(out: Path) -> None:
 
     Raises:
         UnavailableError: it has another ending, or lies in no directory.
+        ConflictError: it is there already.
     """
     if out.suffix not in FORMATS:
         raise UnavailableError(
@@ -104,6 +106,8 @@ def check_format(out: Path) -> None:
     if out.is_dir() or not out.parent.is_dir():
         why = "it is a directory" if out.is_dir() else f"there is no directory {out.parent}"
         raise UnavailableError(f"scores cannot be written to {out}: {why}", remedy="--out scores.parquet")
+    if out.exists():
+        raise ConflictError(f"{out} is there already", remedy=f"give another --out, or: rm {out}")
 
 
 def _with(spec: JobSpec, data: str | None, batch_size: int | None) -> JobSpec:

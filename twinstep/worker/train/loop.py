@@ -36,7 +36,7 @@ from twinstep.worker.train.profiling import Profiling
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.report import Phase, Reporter
 from twinstep.worker.train.rewind import Interrupted, Rewind
-from twinstep.worker.train.saving import Saving, last_words, place_of, run_tensors
+from twinstep.worker.train.saving import Saving, begins, last_words, place_of, run_tensors
 from twinstep.worker.train.schedule import Schedule
 from twinstep.worker.train.scores import Scores, Window
 from twinstep.worker.train.shared import in_evaluation, loaded_as, make_loaders, shared_stop
@@ -176,7 +176,7 @@ class Trainer:
         before = previous_worker()
         if before is None and not step:
             return
-        text = f"goes on after step {step} of {self.spec.train.steps}" if step else "starts from the beginning"
+        text = begins(step, self.spec.train.steps)
         data: dict[str, Any] = {"step": step}
         if before is not None:
             lost = max(0, before.step - step)
@@ -250,10 +250,11 @@ class Trainer:
                         if not self._one_step(batch, stats, waited=waited):
                             break
         self._speed.end()
-        if self._saving is not None and self.spec.checkpoint.periodic and not self.spec.checkpoint.keep_best:
+        new, best = self.step > self._first, self.spec.checkpoint.keep_best  # an old last step is saved already
+        if new and self.spec.checkpoint.periodic and not best:
             self._save()
         scores = self._evaluate()
-        if scores is not None and self.spec.checkpoint.keep_best:
+        if new and best and scores is not None:
             self._save(scores)
         return None if scores is None else self._summary(scores)
 

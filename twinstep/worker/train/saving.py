@@ -251,6 +251,13 @@ def _changed(spec: Spec, before: Mapping[str, Any], path: str) -> Iterator[Fault
             yield Fault(field=field, problem=f"is {given}, in the checkpoint {allowed}", given=given, allowed=allowed)
 
 
+def begins(step: int, total: int) -> str:
+    """Return from where a run goes on that has done `step` steps of `total`, in words."""
+    if step >= total:
+        return f"all {total} steps are done already: it is evaluated again, and nothing else is done"
+    return f"goes on after step {step} of {total}" if step else "starts from the beginning"
+
+
 def last_words(step: int, kept: tuple[str, int | None] | None) -> str:
     """Return what to say where a run was told to stop after `step`.
 
