@@ -50,7 +50,7 @@ def explain(
     from twinstep.worker.train.explain import look_at
 
     try:
-        step = look_at(spec, backend=backend.value if backend else None)
+        step = look_at(spec, backend=backend.value if backend else None, say=_say_aside)
     except ModuleNotFoundError as error:  # torch and the rest are imported inside
         if error.name is None or error.name.split(".")[0] == "twinstep":
             raise
@@ -69,6 +69,12 @@ def explain(
     else:
         _show(step, values=values, as_json=as_json)
     return 0
+
+
+def _say_aside(text: str) -> None:
+    """Tell a person at a terminal what takes its time."""
+    if sys.stderr.isatty():
+        print(f"{text} …", file=sys.stderr, flush=True)
 
 
 def _show(step: Inspectable, *, values: bool, as_json: bool) -> None:

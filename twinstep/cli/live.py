@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from twinstep.cli.output import clean, console, one_line, summary_table
 from twinstep.spec.words import clock, duration, number
+from twinstep.worker.train.waiting import Waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,6 +81,10 @@ class PlainView(_View):
 
     def __init__(self) -> None:
         self._said_at, self._said = 0.0, ""
+        self._waiting = Waiting(self.say)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._waiting.end()
 
     def say(self, line: str) -> None:
         """Print a line at once."""
@@ -94,12 +99,15 @@ class PlainView(_View):
         if phase == self._said and (phase != "training" or now - self._said_at < PLAIN_EVERY_S):
             return
         self._said, self._said_at = phase, now
+        self._waiting.end()
         parts = [f"{_PHASES.get(phase, one_line(phase))}: step {progress['step']}/{progress['total_steps']}"]
         if phase == "training":
             parts += [f"loss {number(self.loss)}"] if self.loss is not None else []
             parts += [f"{number(progress.get('examples_per_s'), 1)} examples/s"]
             parts.append(f"{duration(progress.get('eta_s'))} left")
         self.say(", ".join(parts))
+        if phase in ("starting", "compiling"):
+            self._waiting.start(phase)
 
 
 class RichView(_View):

@@ -182,6 +182,7 @@ def test_what_is_torn_foreign_or_in_the_way_is_said(
     (tmp_path / "mine.csv").write_text("kept")
     fails("is there already", "score", str(where), "--out", str(tmp_path / "mine.csv"))
     assert (tmp_path / "mine.csv").read_text() == "kept"
+    (tmp_path / "mine.csv").unlink()
     fails("there is no export", "score", str(tmp_path / "none"), "--out", out)
     fails("ends in none of .parquet", "score", str(where), "--out", str(tmp_path / "o.txt"))
     fails("no directory", "score", str(where), "--out", str(tmp_path / "no" / "o.csv"))

@@ -35,6 +35,8 @@ def run_spec(spec: JobSpec, *, console: Console | None = None, quiet: bool = Fal
         KeyboardInterrupt: after a second Ctrl-C.
     """
     prepare_environment(spec)
+    if console is not None and not quiet and is_first():
+        console.print("loading PyTorch" + (" and JAX" if spec.compile.backend == "xla" else ""))
     with _without_collecting():
         from twinstep.worker.train.run import run
 

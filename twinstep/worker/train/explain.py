@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from twinstep.spec.errors import SpecError
@@ -15,8 +16,16 @@ if TYPE_CHECKING:
     from twinstep.worker.compile.inspection import Inspectable
 
 
-def look_at(spec: JobSpec, *, backend: Literal["inductor", "xla"] | None = None) -> Inspectable:
+def look_at(
+    spec: JobSpec,
+    *,
+    backend: Literal["inductor", "xla"] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Inspectable:
     """Return the step that `spec` trains, captured for `backend` (the spec's own where none is named).
+
+    Args:
+        say: is told what is being done, since each may take many seconds.
 
     Raises:
         SpecError: the spec's backend is eager, which compiles nothing.
@@ -29,6 +38,7 @@ def look_at(spec: JobSpec, *, backend: Literal["inductor", "xla"] | None = None)
     chosen = spec.compile.model_copy(update={"backend": backend or spec.compile.backend, "cache": False})
     spec = spec.model_copy(update={"compile": chosen})
     prepare_environment(spec)
+    say("loading PyTorch")
     import torch
 
     from twinstep.worker.compile import StepCompiler
@@ -43,6 +53,7 @@ def look_at(spec: JobSpec, *, backend: Literal["inductor", "xla"] | None = None)
 
     torch.set_num_threads(spec.runtime.threads or usable_processors())
     torch.manual_seed(spec.train.seed)
+    say("reading data")
     dataset = load_dataset(spec.data)
     batch, _ = Loader(dataset, spec.data, seed=spec.train.seed).train_batch(0)
     model = build_model(spec, dataset.schema)
@@ -56,4 +67,5 @@ def look_at(spec: JobSpec, *, backend: Literal["inductor", "xla"] | None = None)
         mesh=mesh_for(spec),
         strategies=strategies_of(chosen, spec.embedding.engine),
     )
+    say("capturing the step")
     return compiler.look(batch, sizes={"batch_size": spec.data.batch_size, "uih_len": spec.data.uih_len})

@@ -93,6 +93,7 @@ class Trainer:
         self._meter = LoaderMeter(self._loading.loader_workers or 1)
         tell_of_loading(spec.data, self._loading, self._event)
         self._window = Window(self._dataset.schema, spec.train.window_steps)
+        view.starting("building the model")
         self._model = build_model(spec, self._dataset.schema)
         self._optimizers = build_optimizers(spec.optimizers, self._model)
         self._schedule = Schedule(spec, self._optimizers)
@@ -120,8 +121,7 @@ class Trainer:
         self._profiling = Profiling(spec, run_dir, tell=self._event, wanted=self._together.first)
         self._since_copy: dict[int, float] = {}  # seconds of each step that a rewind may make vain
         self._guard = LossGuard(spike=spec.train.loss_spike)
-        self._evaluated = -1
-        self._first = 0
+        self._evaluated, self._first = -1, 0
         self._saving = self._open_saving()
         self._rewind = self._open_rewind()
         self._resume()

@@ -22,6 +22,7 @@ from rich.progress import (
 )
 
 from twinstep.worker.train.output import giving_up
+from twinstep.worker.train.waiting import Waiting
 
 LINE_EVERY = 5.0  # seconds between lines where nothing can be redrawn (a log file)
 
@@ -35,6 +36,7 @@ class ProgressView:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._last_line = 0.0
+        self._waiting = Waiting(self.say)
         if console is not None and console.is_terminal:
             self._bar = Progress(
                 SpinnerColumn(),
@@ -60,6 +62,7 @@ class ProgressView:
         self._stop()
 
     def _stop(self) -> None:
+        self._waiting.end()
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.stop()
@@ -75,16 +78,25 @@ class ProgressView:
             with giving_up(self._console.file):
                 self._console.print(text, markup=False, highlight=False)
 
+    def starting(self, what: str) -> None:
+        """Show what a run does before its first step: reading data, building the model."""
+        self._long(what)
+
     def compiling(self, reason: str) -> None:
         """Show that a program is being made; steps stand still meanwhile."""
+        self._long(f"compiling ({reason})")
+
+    def _long(self, what: str) -> None:
         if self._bar is not None:
             self._drop()
-            self._task = self._bar.add_task(f"compiling ({reason})", total=None, note="")
-        else:
-            self.say(f"compiling ({reason})")
+            self._task = self._bar.add_task(what, total=None, note="")
+        elif self._console is not None:
+            self.say(what)
+            self._waiting.start(what)
 
     def step(self, step: int, *, loss: float, examples_per_s: float, eta_s: float) -> None:
         """Show that `step` steps are done."""
+        self._waiting.end()
         if self._bar is not None:
             if self._task is None or self._bar.tasks[-1].total is None:
                 self._drop()
@@ -97,6 +109,7 @@ class ProgressView:
 
     def evaluating(self) -> None:
         """Show that held-out data is being scored."""
+        self._waiting.end()
         if self._bar is not None:
             self._drop()
             self._task = self._bar.add_task("evaluating", total=None, note="")

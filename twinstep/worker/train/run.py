@@ -102,6 +102,7 @@ def _made(spec: JobSpec, *, stop: StopSignal, **surroundings: Any) -> Trainer:
     """Load the data, build the model and go on from a checkpoint; a wish to stop ends this at once."""
     try:
         stop.end_at_once()
+        surroundings["view"].starting("reading data")
         trainer = Trainer(spec, stop=stop, **surroundings)
         stop.end_between_steps()
     except SystemExit:
