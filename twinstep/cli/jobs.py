@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Mapping
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -57,11 +59,15 @@ def submit(
     as_json: JsonOpt = False,
     url: UrlOpt = None,
 ) -> int:
-    """Hand a job spec to the control plane, and watch it with --follow."""
+    """Hand a job spec to the control plane, and watch it with --follow. Its relative paths lead from here."""
     from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.platform.settings import is_loopback
+    from twinstep.spec.paths import with_whole_paths
 
     spec = read_spec(spec_path)
     with PlaneClient(environ_url(url)) as plane:
+        if spec.accelerator.kind == "cpu" and is_loopback(urlsplit(plane.url).hostname or ""):  # runs on this machine
+            spec = with_whole_paths(spec, str(Path.cwd()))
         job = plane.submit(spec.model_dump(mode="json"), project=project)
         page = f"{plane.url}/jobs/{job['id']}"
         if as_json:

@@ -144,11 +144,11 @@ def test_processors_are_those_this_process_may_use() -> None:
     assert usable_processors() == len(os.sched_getaffinity(0))
 
 
-def with_devices(devices: int, backend: str = "xla") -> JobSpec:
+def with_devices(devices: int) -> JobSpec:
     return validate_spec(
         {
             "name": "t",
-            "compile": {"backend": backend, "cache": False},
+            "compile": {"backend": "xla", "cache": False},
             "accelerator": {"kind": "cpu", "devices": devices},
         }
     )
@@ -221,11 +221,6 @@ def test_a_tpu_host_without_libtpu_is_told_of_the_image(monkeypatch: pytest.Monk
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match="libtpu is not installed"):
         prepare_environment(for_slice("2x2x1"))
-
-
-def test_several_devices_want_the_xla_backend() -> None:
-    with pytest.raises(SpecError, match=r"accelerator.devices is 2 with compile.backend eager"):
-        prepare_environment(with_devices(2, "eager"))
 
 
 @pytest.mark.slow

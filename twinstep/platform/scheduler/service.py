@@ -43,6 +43,7 @@ from twinstep.platform.store.users import Project
 from twinstep.spec.errors import AuthError, ConflictError, NotFoundError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.machine import machine_hosts
+from twinstep.spec.paths import check_paths
 from twinstep.spec.report import ReportAck, ReportBatch
 from twinstep.spec.roles import DEFAULT_PROJECT, LOCAL_USER
 from twinstep.spec.states import RunState
@@ -112,6 +113,7 @@ class Service:
 
     def check_runnable(self, spec: JobSpec) -> tuple[str, ...]:
         """Raise SpecError where no backend here can run a spec; return warnings. Takes time, unless it is for cpu."""
+        check_paths(spec)
         return check_runnable(spec, self.settings)
 
     async def submit(
@@ -153,6 +155,7 @@ class Service:
         Raises:
             SpecError: it is no cluster's, does not fit its accelerator, or the cluster would refuse what it renders to.
         """
+        check_paths(spec)
         return planned(spec, self.settings)
 
     def plan_diff(self, spec: JobSpec, job_id: str) -> str:
