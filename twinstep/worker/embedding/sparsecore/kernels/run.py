@@ -200,7 +200,7 @@ def run_write_minibatches(
             entries, gains, samples = stretches(task, kept)
             at = (task[T_CORE] - task[T_DEVICE] * cores[2]) * max(shards, MIN_PARTITIONS) * minibatches
             n, found = out[2][number, O_ENTRIES], out[2][number]
-            write_minibatches(entries, n, gains, samples, stack, task, at, shards, minibatch, minibatches, found)
+            write_minibatches(entries, n, gains, samples, stack, task, at, shards, minibatch, found)
         low, high = claim(turns)
 
 

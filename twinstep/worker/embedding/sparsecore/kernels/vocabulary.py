@@ -112,25 +112,21 @@ def write_minibatches(
     at: int,
     shards: int,
     minibatch: Any,
-    minibatches: int,
     found: Any,
 ) -> None:
     """Write arranged entries to their slots, and row pointers [M, partitions].
 
     Args:
         entries, n, gains, samples, stack, task: of one task.
-        at: where its row pointers start among the device's.
-        shards: N.
+        at, shards: where its row pointers start among the device's; N.
         minibatch: int64 [64], which minibatch each bucket is in, ascending.
-        minibatches: M.
         found: what the task found.
     """
     bits, shard_rows, slots = u64(stack[S_KEY_BITS]), stack[S_SHARD_ROWS], stack[S_SLOTS]
     mask, body = u64((1 << stack[S_KEY_BITS]) - 1), u64((1 << BUCKET_SHIFT) - 1)
-    max_ids, max_unique = stack[S_MAX_IDS], stack[S_MAX_UNIQUE]
     pointers, embeddings, sample_ids, out_gains = outputs(stack, task[T_DEVICE])
     position, done, dropped, overflow, first = task[T_BEGIN], 0, 0, 0, 0
-    for number in range(minibatches):
+    for number in range(minibatch[BUCKETS - 1] + 1):
         while first < BUCKETS and minibatch[first] <= number:
             first += 1
         past = u64(first) << u64(BUCKET_SHIFT)  # the first entry of the next minibatch, or 0: there is none
@@ -157,7 +153,7 @@ def write_minibatches(
                 different += key != last_key
                 last_key, last_sample = key, sample
                 count += 1
-                kept = count <= max_ids and different <= max_unique
+                kept = count <= stack[S_MAX_IDS] and different <= stack[S_MAX_UNIQUE]
                 if kept and position < slots:
                     embeddings[position] = key - low
                     sample_ids[position] = sample
