@@ -55,7 +55,7 @@ class SliceCase:
         return JobSpec.model_validate({**self.spec, "embedding": embedding, "accelerator": accelerator})
 
 
-def dlrmv3(batch_size: int = 256) -> dict[str, Any]:
+def dlrmv3(batch_size: int = 512) -> dict[str, Any]:
     """Return DLRMv3 with 2 layers of D = 256, 128 tokens of history, 2,097,152 items."""
     return {
         "name": "bench-slices",
@@ -110,12 +110,12 @@ GRID = (
         )
         for pipeline in ("off", "full")
     ),
-    SliceCase(topology=LARGEST, model="dlrmv3", engine="ring", spec=dlrmv3(18432)),
+    SliceCase(topology=LARGEST, model="dlrmv3", engine="ring", spec=dlrmv3(36864)),
     SliceCase(
         topology=LARGEST,
         model="dlrmv3",
         engine="sparsecore",
-        spec=given(dlrmv3(18432), ("item_id", "user_id", "segment")),
+        spec=given(dlrmv3(36864), ("item_id", "user_id", "segment")),
     ),
     SliceCase(
         topology=LARGEST,

@@ -16,6 +16,7 @@ from twinstep.spec.job import JobSpec
 from twinstep.spec.slices import parse_slice
 from twinstep.worker.compile.aot_report import AotReport, HbmBytes, Traffic
 from twinstep.worker.compile.hlo import Collective
+from twinstep.worker.train.tables import cores_of_slice
 
 
 def report(topology: str, seconds: float, moved: float) -> AotReport:
@@ -90,6 +91,7 @@ def test_the_grid_has_each_engine_on_each_slice_from_one_spec_that_the_model_let
     first, *others = (case.job() for case in tpu_slices.GRID if (case.model, case.engine) == ("dlrm-26", "sparsecore"))
     for case, spec in zip(tpu_slices.GRID, (case.job() for case in tpu_slices.GRID), strict=True):
         assert spec.data.batch_size % parse_slice(case.topology).devices == 0
+        assert case.engine == "ring" or spec.data.batch_size % cores_of_slice(case.topology).count == 0
         assert preflight(spec).fits
     same = [each for each in others if each.data.batch_size == first.data.batch_size]
     assert len(same) == len(tpu_slices.SLICES) - 1
