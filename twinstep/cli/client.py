@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -73,6 +74,19 @@ def _written_url(environ: Mapping[str, str]) -> str | None:
         return str(data["url"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _looked_in(url: str, environ: Mapping[str, str]) -> tuple[Path, bool] | None:
+    """Return the data directory by which an address was found, and whether that names it; None where a user did."""
+    from twinstep.platform.settings import default_data_dir
+
+    if environ.get("TWINSTEP_URL"):
+        return None
+    try:
+        written, directory = _written_url(environ), default_data_dir(environ)
+    except UnavailableError:
+        return None
+    return (directory, written is not None) if url == (written or DEFAULT_URL).rstrip("/") else None
 
 
 class PlaneClient:
@@ -233,6 +247,16 @@ class PlaneClient:
 
     def _unreachable(self, error: Exception) -> UnreachableError:
         detail = " ".join(str(error).split()) or type(error).__name__
+        if (looked := _looked_in(self.url, os.environ)) is not None:
+            directory, named = looked
+            why = f"which its server.json names, does not answer: {detail}"
+            if not named:
+                why = f"where one is by default, does not answer: {detail}; there is no server.json"
+            return UnreachableError(
+                f"no control plane is running on {directory}: {self.url}, {why}",
+                remedy=f"start one with `twinstep up --data-dir {shlex.quote(str(directory))}`, or name another with "
+                "TWINSTEP_DATA_DIR, --url or TWINSTEP_URL",
+            )
         return UnreachableError(
             f"the control plane at {self.url} does not answer: {detail}",
             remedy="start one with `twinstep up`, or name another with --url or TWINSTEP_URL",

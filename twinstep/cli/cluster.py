@@ -12,6 +12,7 @@ from twinstep.cli.here import JsonOpt, SpecArg
 from twinstep.cli.output import console, one_line, plain_table, print_json
 from twinstep.cli.specfile import read_spec
 from twinstep.spec.errors import NotFoundError
+from twinstep.spec.topology import GPUS, TPUS
 
 _COUNTED = ("pods", "devices")
 
@@ -22,9 +23,17 @@ def register(app: typer.Typer) -> None:
     app.command("render")(render)
 
 
+def _accelerators(incomplete: str) -> list[str]:
+    """Return the accelerators that a name may become, for a shell to complete."""
+    return [name for name in (*TPUS, *GPUS) if name.startswith(incomplete)]
+
+
 def topologies(
     generation: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Only this TPU generation or GPU model: v5p, h100.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="Only this TPU generation or GPU model: v5p, h100.", autocompletion=_accelerators
+        ),
     ] = None,
     up_to: Annotated[int, typer.Option("--up-to", min=1, help="Leave out slices of more chips.")] = 256,
     as_json: JsonOpt = False,
@@ -49,6 +58,8 @@ def topologies(
             f"{tpu['devices_per_chip']} JAX device{'s' if tpu['devices_per_chip'] > 1 else ''}"
         )
         screen.print(_slices(tpu["slices"]))
+        if tpu["max_chips"] > up_to:
+            screen.print(f"larger ones, of up to {tpu['max_chips']:,} chips, with --up-to {tpu['max_chips']}")
         screen.print()
     if found["gpus"]:
         table = plain_table("GPU", "label", "machine", "GPUs a node", "GiB", right=("GPUs a node", "GiB"))

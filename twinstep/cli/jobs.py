@@ -31,7 +31,26 @@ from twinstep.spec.words import DASH, clock, duration, number
 if TYPE_CHECKING:
     from twinstep.cli.client import PlaneClient
 
-JobArg = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, the start of one, or its name (the newest).")]
+
+def _jobs(incomplete: str) -> list[str]:
+    """Return names of jobs, or ids, that begin so, for a shell to complete; none where no control plane answers."""
+    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.spec.errors import TwinstepError
+
+    try:
+        with PlaneClient(environ_url(None)) as plane:
+            jobs = list(islice(plane.jobs(limit=COMPLETED), COMPLETED))
+    except TwinstepError:
+        return []
+    key = "id" if incomplete.startswith("job-") else "name"
+    return sorted({str(job[key]) for job in jobs if str(job[key]).startswith(incomplete)})
+
+
+COMPLETED = 100  # newest jobs that a shell completes names of
+JobArg = Annotated[
+    str,
+    typer.Argument(metavar="JOB", help="A job's id, the start of one, or its name (the newest).", autocompletion=_jobs),
+]
 UrlOpt = Annotated[
     str | None,
     typer.Option("--url", metavar="URL", help="The control plane; else TWINSTEP_URL, else the one `up` started."),

@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from twinstep.cli.here import JsonOpt, SpecArg, needs_worker
-from twinstep.cli.output import console, plain_table, print_json
+from twinstep.cli.output import console, one_line, plain_table, print_json
 from twinstep.cli.specfile import read_spec
+
+STACK_WIDTH = 24  # columns of a stack's name, which is the names of all its tables
 
 
 def register(app: typer.Typer) -> None:
@@ -45,6 +47,7 @@ def tables(
     console().print(f"{held['devices']} devices of {held['per_device']} SparseCores; {found['batches']} batches\n")
     page = plain_table(*HEADS, right=tuple(each for each in HEADS if each not in ("table", "stack")))
     for row in as_rows(found):
-        page.add_row(*row)
+        cells = dict(zip(HEADS, row, strict=True))
+        page.add_row(*(cells | {"stack": one_line(cells["stack"], width=STACK_WIDTH)}).values())
     console().print(page)
     return 0

@@ -27,7 +27,8 @@ def seconds(value: float) -> str:
 
 def as_text(found: Preflight) -> str:
     """Return all that preflight says, as a page of plain text."""
-    lines = [f"{found.accelerator}: {found.devices:,} devices, {found.parameters:,} parameters", ""]
+    devices = f"{found.devices:,} device{'' if found.devices == 1 else 's'}"
+    lines = [f"{found.accelerator}: {devices}, {found.parameters:,} parameters", ""]
     rows = [(part.name, gib(part.bytes), part.what) for part in found.parts if part.bytes]
     rows.append(("in all", gib(found.hbm), "" if found.limit is None else f"of {gib(found.limit)}"))
     lines += _columns([("memory of a device", "bytes", "what"), *rows])
@@ -46,7 +47,7 @@ def as_text(found: Preflight) -> str:
 
 def _verdict(found: Preflight) -> str:
     if found.limit is None:
-        return "not held against a limit: a host's memory is not known"
+        return "not held against a limit: a job on processors has its host's memory"
     return "not refused: this memory was held to no measurement" if found.warnings else "fits"
 
 

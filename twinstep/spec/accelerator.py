@@ -52,7 +52,8 @@ class TpuSpec(Spec):
         if generation is None or is_topology(generation, value):
             return value
         small = ", ".join(topologies(generation, up_to=256))
-        more = " and larger ones (`twinstep topologies`)" if TPUS[generation].max_chips > 256 else ""
+        most = TPUS[generation].max_chips
+        more = f" and larger ones (`twinstep topologies {generation} --up-to {most}`)" if most > 256 else ""
         raise PydanticCustomError(
             "between_fields",
             "is no topology of {generation}",

@@ -267,7 +267,9 @@ def nearest_topology(generation: str, topology: str) -> str:
         if is_topology(generation, written):
             return written
     wanted = math.log(max(1, chips_of(topology)))
-    return min(topologies(generation), key=lambda each: (abs(math.log(chips_of(each)) - wanted), chips_of(each)))
+    return min(
+        topologies(generation, up_to=None), key=lambda each: (abs(math.log(chips_of(each)) - wanted), chips_of(each))
+    )
 
 
 def host_sizes(generation: str, topology: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from twinstep.cli import client, jobs
 from twinstep.cli.app import app, run, wants_json
 from twinstep.cli.specfile import read_spec
 from twinstep.spec.job import JobSpec
@@ -191,6 +192,44 @@ def test_a_control_plane_that_is_not_there_is_exit_code_1(argv: list[str], capsy
     err = capsys.readouterr().err
     assert err.startswith(f"error: the control plane at {NOWHERE} does not answer")
     assert "twinstep up" in err
+
+
+@pytest.mark.parametrize(("written", "says"), [(True, "server.json names"), (False, "there is no server.json")])
+def test_a_control_plane_that_is_not_there_is_looked_for_by_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], written: bool, says: str
+) -> None:
+    monkeypatch.setenv("TWINSTEP_DATA_DIR", str(tmp_path))
+    monkeypatch.delenv("TWINSTEP_URL", raising=False)
+    monkeypatch.setattr(client, "DEFAULT_URL", NOWHERE)
+    if written:
+        (tmp_path / "server.json").write_text(json.dumps({"url": NOWHERE}))
+    assert run(["ls"]) == 1
+    err = capsys.readouterr().err
+    assert f"no control plane is running on {tmp_path}: {NOWHERE}" in err
+    assert says in err
+    assert f"twinstep up --data-dir {tmp_path}" in err
+    monkeypatch.setenv("TWINSTEP_URL", NOWHERE)
+    assert run(["ls"]) == 1
+    assert str(tmp_path) not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [("topologies v5", ["v5e", "v5p"]), ("topologies h", ["h100", "h200"]), ("get my", [])]
+)
+def test_a_shell_completes_what_there_is(words: str, found: list[str], tmp_path: Path) -> None:
+    asked = {"_TWINSTEP_COMPLETE": "complete_bash", "COMP_WORDS": f"twinstep {words}", "COMP_CWORD": "2"}
+    environ = {**os.environ, **asked, "TWINSTEP_DATA_DIR": str(tmp_path), "TWINSTEP_URL": NOWHERE}
+    command = [sys.executable, "-m", "twinstep"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.split(), done.stderr) == (found, "")
+
+
+def test_a_shell_completes_names_and_ids_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [{"id": "job-2", "name": "my-job"}, {"id": "job-1", "name": "my-job"}, {"id": "job-3", "name": "other"}]
+    monkeypatch.setattr(client.PlaneClient, "jobs", lambda self, limit: iter(there))
+    assert jobs._jobs("my") == ["my-job"]
+    assert jobs._jobs("job-") == ["job-1", "job-2", "job-3"]
+    assert jobs._jobs("") == ["my-job", "other"]
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "localhost:80", "http://", "http://[::1", "http://x:notaport", " "])

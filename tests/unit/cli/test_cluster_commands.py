@@ -52,5 +52,9 @@ def test_topologies_are_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> 
     assert run(["topologies", "h100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tpus"], found["gpus"][0]["per_node"]) == ([], 8)
+    assert run(["topologies", "v5p"]) == 0
+    assert "larger ones, of up to 6,144 chips, with --up-to 6144" in capsys.readouterr().out
+    assert run(["topologies", "v6e"]) == 0
+    assert "larger ones" not in capsys.readouterr().out
     assert run(["topologies", "v9"]) == 2
     assert "v5p" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.platform.conftest import control_plane
 from twinstep.platform.api.limits import ADDRESSES, FAILURES, FAILURES_IN_ALL, Failures
-from twinstep.platform.scheduler.accounts import Accounts, create_offline
+from twinstep.platform.scheduler.accounts import Accounts, _no_admin, create_offline
 from twinstep.platform.server import serve
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.store import Store
@@ -55,9 +55,22 @@ def test_off_loopback_it_does_not_start_without_an_admin_who_can_log_in(store, a
 
 def test_a_process_that_may_not_start_says_so_and_serves_nothing(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path / "data", host="0.0.0.0", port=0)  # noqa: S104
-    with pytest.raises(UnavailableError, match="no admin's token"):
+    with pytest.raises(UnavailableError, match="no admin's token") as caught:
         serve(settings, on_ready=lambda url: pytest.fail("it must not be ready"), pages=False)
     assert list(tmp_path.iterdir()) == []
+    assert caught.value.remedy.endswith(f"--offline --data-dir {tmp_path / 'data'}")
+
+
+def test_what_makes_the_first_token_names_a_database_without_its_password(tmp_path: Path) -> None:
+    url = "postgresql://ada:secret@db/twinstep"
+    spaced = tmp_path / "my data"
+    for settings, says in (
+        (Settings(data_dir=spaced, host="0.0.0.0"), f"--data-dir '{spaced}'"),  # noqa: S104
+        (Settings(data_dir=spaced, database_url=url, host="0.0.0.0"), "--database-url URL"),  # noqa: S104
+    ):
+        remedy = _no_admin(settings).remedy
+        assert remedy.endswith(says)
+        assert "secret" not in remedy
 
 
 def test_on_loopback_it_asks_once_there_was_a_token_and_for_good(store, settings) -> None:

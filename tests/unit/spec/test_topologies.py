@@ -152,6 +152,17 @@ def test_the_nearest_topology_is_valid_and_a_valid_one_is_its_own_nearest(genera
 
 
 @pytest.mark.parametrize("generation", sorted(TPUS))
+def test_the_nearest_of_a_slice_too_large_is_the_largest(generation: str) -> None:
+    sides = [64] * TPUS[generation].dims
+    near = nearest_topology(generation, "x".join(map(str, sides)))
+    assert chips_of(near) == TPUS[generation].max_chips
+    with pytest.raises(SpecError) as caught:
+        tpu(generation, "x".join(map(str, sides)))
+    (found,) = caught.value.faults
+    assert (f"twinstep topologies {generation} --up-to" in found.allowed) == (TPUS[generation].max_chips > 256)
+
+
+@pytest.mark.parametrize("generation", sorted(TPUS))
 def test_every_listed_topology_is_valid_and_divides_into_hosts(generation: str) -> None:
     listed = topologies(generation, up_to=None)
     assert len(set(listed)) == len(listed)

@@ -7,6 +7,7 @@ first token on it asks, for good, also when every token has been revoked; elsewh
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -263,9 +264,11 @@ def refuse_unprotected(settings: Settings) -> None:
 
 
 def _no_admin(settings: Settings) -> UnavailableError:
+    # A URL may hold a password, which is nobody's to print.
+    where = "--database-url URL" if settings.database_url else f"--data-dir {shlex.quote(str(settings.data_dir))}"
     return UnavailableError(
         f"{settings.host} is not a loopback address, and there is no admin's token to protect it",
-        remedy="make one first: twinstep token create USER --admin --offline",
+        remedy=f"make one first: twinstep token create USER --admin --offline {where}",
     )
 
 
