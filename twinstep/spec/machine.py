@@ -1,12 +1,22 @@
-"""What a spec's accelerator is called, and its chips: `v5p 4x4x8`, `2 × v5p 4x4x4`, `128 × h100`. Pure."""
+"""What a spec's accelerator is called, and its chips: `v5p 4x4x8`, `2 × v5p 4x4x4`, `128 × h100`; and a host's own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from twinstep.spec.topology import GPUS, chips_of, slice_shape
+
+ROOT = Path("/")
+CHIPS = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")
+"""Under the root, where TPU chips are devices of their host: by the TPU driver, or by VFIO on newer machines."""
+
+
+def has_tpu_chips(root: Path = ROOT) -> bool:
+    """Return whether this host has TPU chips."""
+    return any(any(root.glob(pattern)) for pattern in CHIPS)
 
 
 @dataclass(frozen=True, slots=True)

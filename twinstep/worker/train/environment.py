@@ -12,6 +12,7 @@ from pathlib import Path
 from twinstep.spec.accelerator import CpuSpec, TpuSpec
 from twinstep.spec.errors import SpecError, UnavailableError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.machine import ROOT, has_tpu_chips
 from twinstep.spec.topology import slice_shape
 from twinstep.worker.train.processes import NAMES, Process
 from twinstep.worker.train.ranks import Ranks
@@ -134,7 +135,7 @@ def _check_host(asked: TpuSpec) -> None:
         SpecError: this host has no TPU chips, or processes are not as many as the slices have hosts.
         UnavailableError: libtpu is not installed.
     """
-    if not any(any(ROOT.glob(pattern)) for pattern in CHIPS):
+    if not has_tpu_chips(ROOT):
         raise SpecError(
             "accelerator.kind is tpu, and this host has no TPU chips",
             remedy="accelerator: cpu; or render the job for a cluster: twinstep render SPEC",
@@ -152,11 +153,6 @@ def _check_host(asked: TpuSpec) -> None:
             f"{count} process(es)",
             remedy=f"start one process on each host, with {', '.join(NAMES)}, as a rendered JobSet does",
         )
-
-
-ROOT = Path("/")
-CHIPS = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")
-"""Under the root, where TPU chips are devices of their host: by the TPU driver, or by VFIO on newer machines."""
 
 
 def _set_devices(spec: JobSpec) -> None:

@@ -8,6 +8,7 @@ someone wrote to since (a checkpoint load, say) is picked up before the next ste
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import pickle
 import warnings
@@ -25,6 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from torch import Tensor
 
 from twinstep.spec.errors import CompileError, DataError, TwinstepError
+from twinstep.spec.machine import has_tpu_chips
 from twinstep.worker.compile.accumulation import Left
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.around import Around
@@ -52,6 +54,16 @@ def _tracing() -> ModuleType:
         return importlib.import_module("twinstep.worker.compile.lower.xla_trace")
 
 
+def leave_out_absent_tpus() -> None:
+    """Let JAX ask only the CPU where nothing else can be: libtpu, asked without chips, prints a page of errors.
+
+    What the environment names is left as it is, and so is a JAX that has a GPU's plugin, or has its devices already.
+    """
+    others = importlib.util.find_spec("jax_plugins") is not None
+    if not getattr(jax.config, "jax_platforms", None) and not others and not has_tpu_chips():
+        jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+
+
 class XlaBackend:
     """Lowers captured steps and holds the state they share, on JAX's default device."""
 
@@ -67,6 +79,7 @@ class XlaBackend:
         spread: Spread | None = None,
         around: Around | None = None,
     ) -> None:
+        leave_out_absent_tpus()
         # Before the first array is made: that starts XLA's threads.
         if getattr(jax.config, "jax_platforms", None) == "cpu":
             keep_freed_memory(large=True)
