@@ -130,7 +130,6 @@ def write_minibatches(
         while first < BUCKETS and minibatch[first] <= number:
             first += 1
         past = u64(first) << u64(BUCKET_SHIFT)  # the first entry of the next minibatch, or 0: there is none
-        row = at + number * max(shards, MIN_PARTITIONS)
         for shard in range(shards):
             low, begin = shard * shard_rows, position
             cell, count, different, last_key, last_sample, kept = -1, 0, 0, -1, -1, False
@@ -148,10 +147,9 @@ def write_minibatches(
                     else:
                         dropped += 1
                     continue
-                if bucket != cell:
-                    cell, count, different = bucket, 0, 0
+                count, different = (count, different) if bucket == cell else (0, 0)
                 different += key != last_key
-                last_key, last_sample = key, sample
+                cell, last_key, last_sample = bucket, key, sample
                 count += 1
                 kept = count <= stack[S_MAX_IDS] and different <= stack[S_MAX_UNIQUE]
                 if kept and position < slots:
@@ -163,9 +161,10 @@ def write_minibatches(
                     dropped += 1
                     overflow += kept
                     kept = False
-            pointers[row + shard] = position
+            pointers[at + shard] = position
             if position != begin:
                 position = close(position, slots, embeddings, sample_ids, out_gains)
         for shard in range(shards, MIN_PARTITIONS):
-            pointers[row + shard] = position
+            pointers[at + shard] = position
+        at += max(shards, MIN_PARTITIONS)
     found[O_DROPPED], found[O_OVERFLOW] = dropped, overflow
