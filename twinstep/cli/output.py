@@ -87,7 +87,10 @@ def report_error(error: TwinstepError, *, as_json: bool) -> None:
     # Each fault's line ends with what mends it. Problem and remedy share a line, as a fault's do: the control plane
     # gives the last line of a worker's log as the reason of its failure.
     remedy = f"; fix: {one_line(error.remedy)}" if error.remedy and not error.faults else ""
-    lines = [f"error: {one_line(error.problem)}{remedy}"]
+    problem = error.problem
+    for fault in error.faults[:1]:  # its line says it
+        problem = problem.removesuffix(f": {fault.field} {fault.problem}")
+    lines = [f"error: {one_line(problem)}{remedy}"]
     lines += [f"  {one_line(fault.line())}" for fault in error.faults[:MOST_FAULTS]]
     if len(error.faults) > MOST_FAULTS:
         lines.append(f"  and {len(error.faults) - MOST_FAULTS} more; --json lists all")

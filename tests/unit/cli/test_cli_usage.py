@@ -125,6 +125,13 @@ def test_a_file_that_is_no_spec_is_one_clear_message(
     assert len(err) < 1000
 
 
+def test_what_the_one_fault_says_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["render", write(tmp_path / "here.yaml", "name: my-job")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: the job cannot be rendered\n  accelerator.kind: runs on this machine")
+    assert err.count("not in a cluster") == 1
+
+
 def test_a_path_that_cannot_be_read_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "train.yaml", "name: a")
     (tmp_path / "examples").mkdir()

@@ -184,7 +184,7 @@ def test_a_gpu_that_is_not_there_is_a_plain_error_that_is_reported(monkeypatch: 
     reporter = Noting()
     monkeypatch.setattr(reporter, "event", lambda name, text, data: told.append(f"{name}: {text}"))
     monkeypatch.setattr(runs, "make_reporter", lambda context: reporter)
-    monkeypatch.setattr(StopSignal, "listen", lambda self: None)
+    monkeypatch.setattr(StopSignal, "listen", lambda self, **_: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     spec = divided(spec_of(DLRM), "row_wise", TABLES["dlrm"])
     spec["accelerator"] = {"kind": "gpu", "model": "h100", "count": 1}

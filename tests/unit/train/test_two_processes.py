@@ -241,7 +241,7 @@ def test_a_run_that_cannot_part_has_reported_all_the_same(monkeypatch: pytest.Mo
     monkeypatch.setattr(run_module, "processes", lambda _: Lost(Process()))
     monkeypatch.setattr(run_module, "make_reporter", lambda _: Heard())
     monkeypatch.setattr(run_module, "flush_output", lambda: said.append("flushed"))
-    monkeypatch.setattr(StopSignal, "listen", lambda _: None)
+    monkeypatch.setattr(StopSignal, "listen", lambda _, **__: None)
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     with pytest.raises(OSError, match="nor can it"):
         run_module.run(validate_spec({"name": "t"}), console=None)

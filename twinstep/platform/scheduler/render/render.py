@@ -194,4 +194,4 @@ def _warnings(spec: JobSpec, context: RenderContext, numbers: dict[str, int | st
 
 def _not_valid(field: str, problem: str, given: str, allowed: str, remedy: str) -> SpecError:
     fault = Fault(field=field, problem=problem, given=given, allowed=allowed, remedy=remedy)
-    return SpecError(f"the job cannot be rendered: {field} is to mend", remedy=remedy, faults=(fault,))
+    return SpecError(f"the job cannot be rendered: {field} {problem}", remedy=remedy, faults=(fault,))
