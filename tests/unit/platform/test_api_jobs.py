@@ -313,8 +313,8 @@ def test_a_job_that_cannot_fit_is_not_planned_and_the_nearest_change_is_named(sh
     }
     answer = shared.http.post("/v1/jobs:plan", json={**spec, "optimizers": {"sparse": {"kind": "adam"}}})
     assert answer.status_code == 422
-    assert "all 64 devices of v5p:4x4x4 together" in answer.json()["detail"]
-    assert "data.rows.item_id" in [each["field"] for each in answer.json()["faults"]]
+    assert "of each device of v5p:4x4x4, which has 91.0 GiB" in answer.json()["detail"]
+    assert "optimizers.sparse.kind" in [each["field"] for each in answer.json()["faults"]]
     let_go = shared.http.post("/v1/jobs:plan", json={**spec, "debug": {"preflight": "warn"}}).json()
     assert let_go["preflight"]["fits"] is False
     assert any(warning.startswith("preflight: ") for warning in let_go["warnings"])
