@@ -309,9 +309,10 @@ def test_a_job_that_cannot_fit_is_not_planned_and_the_nearest_change_is_named(sh
         "data": {"dataset": "synthetic", "batch_size": 128, "rows": {"item_id": 2**31 - 1}},
         "model": {"embedding_dim": 512},
         "accelerator": {"kind": "tpu", "generation": "v5p", "topology": "4x4x4"},
+        "optimizers": {"sparse": {"kind": "adam"}},
         "kubernetes": {"image": "w:1"},
     }
-    answer = shared.http.post("/v1/jobs:plan", json={**spec, "optimizers": {"sparse": {"kind": "adam"}}})
+    answer = shared.http.post("/v1/jobs:plan", json=spec)
     assert answer.status_code == 422
     assert "of each device of v5p:4x4x4, which has 91.0 GiB" in answer.json()["detail"]
     assert "optimizers.sparse.kind" in [each["field"] for each in answer.json()["faults"]]
