@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from twinstep.spec.errors import CompileError, DataError
 from twinstep.worker.compile import StepCompiler
+from twinstep.worker.compile import compile as compile_step
 from twinstep.worker.compile.interrupt import uninterrupted
 from twinstep.worker.compile.lookups import Lookup, lookups, written_too_soon
 
@@ -191,3 +192,56 @@ def test_ids_that_are_cut_or_chosen_are_not_judged_by_the_whole_leaf() -> None:
 
     traced = graph_of(graph, torch.ones(4, 2), torch.tensor([1, 9]))
     assert lookups(traced, 1, 1) == (Lookup("embedding", 0, 0, 4),)
+
+
+def refused(model: nn.Module, optimizer: Any, batch: Batch) -> Tensor:
+    loss = step(model, optimizer, batch)
+    if loss > 0:
+        raise AssertionError
+    return loss
+
+
+@pytest.mark.parametrize("some_state", [False, True])
+@pytest.mark.parametrize("what", ["a step", "a batch", "a setting"])
+def test_a_refused_first_compile_leaves_optimizers_what_they_had(what: str, some_state: bool) -> None:
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=False)
+    if some_state:
+        model.linear(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    batch = GOOD
+    if what == "a batch":
+        batch = given([2**40], [0])
+    elif what == "a setting":
+        del optimizer.param_groups[0]["betas"]
+    before, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+
+    with pytest.raises((CompileError, DataError)):
+        compile_step(refused if what == "a step" else step, model, optimizer, batch, target="xla")
+
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+
+
+def test_a_batch_that_is_no_number_is_refused_where_asked_and_changes_nothing() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(model: nn.Module, optimizer: Any, batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch["dense"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = compile_step(train, model, optimizer, {"dense": torch.ones(3, 2)}, target="xla", check_finite=True)
+    run({"dense": torch.ones(3, 2)})
+    before = copy.deepcopy(model.state_dict())
+
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(DataError, match="dense"):
+            run({"dense": torch.full((3, 2), wrong)})
+
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

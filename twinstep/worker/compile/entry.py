@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import nn
 from twinstep.spec.placement import Mesh
 from twinstep.worker.compile.capture import TrainStep
 from twinstep.worker.compile.runner import Runner
-from twinstep.worker.compile.state import Optimizers
+from twinstep.worker.compile.state import Optimizers, as_mapping
 from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.compile.strategies import Strategy
 
@@ -27,6 +28,7 @@ def compile(
     mesh: Mesh | Mapping[str, int] | None = None,
     batch_dims: Mapping[str, int] | None = None,
     cache_dir: str | Path | None = None,
+    check_finite: bool = False,
 ) -> Runner:
     """Compile the whole training step (forward, backward, update) for batches like `example_batch`.
 
@@ -40,20 +42,41 @@ def compile(
         mesh: devices to spread the step over, `{"data": 8}`; with xla.
         batch_dims: position of the batch dimension by batch leaf; None: found.
         cache_dir: directory of the cache on disk; None: no cache.
+        check_finite: have the Runner refuse a batch that holds NaN or an infinity, at the cost of reading all its
+            numbers before each step.
 
     Raises:
         CompileError: the step cannot be captured or lowered; model and optimizer are as they were. A CaptureError, its
             subclass, names the line of the step.
         DataError: the batch holds what the backend cannot, integers beyond 32 bits on xla for one.
     """
-    compiler = StepCompiler(
-        train_step,
-        model,
-        optimizer,
-        backend=target,
-        strategies=strategies,
-        mesh=mesh,
-        batch_dims=batch_dims,
-        cache_dir=cache_dir,
-    )
-    return compiler.runner(example_batch)
+    with _unless_refused(optimizer):
+        compiler = StepCompiler(
+            train_step,
+            model,
+            optimizer,
+            backend=target,
+            strategies=strategies,
+            mesh=mesh,
+            batch_dims=batch_dims,
+            cache_dir=cache_dir,
+            check_finite=check_finite,
+        )
+        return compiler.runner(example_batch)
+
+
+@contextmanager
+def _unless_refused(optimizer: Optimizers) -> Iterator[None]:
+    """Keep the state that optimizers are given within, unless an exception leaves: then they have what they had."""
+    optimizers = list(as_mapping(optimizer).values())
+    had = [{parameter: set(entries) for parameter, entries in each.state.items()} for each in optimizers]
+    try:
+        yield
+    except BaseException:
+        for each, before in zip(optimizers, had, strict=True):
+            for parameter in list(each.state):
+                for entry in set(each.state[parameter]) - before.get(parameter, set()):
+                    del each.state[parameter][entry]
+                if parameter not in before:
+                    del each.state[parameter]
+        raise
