@@ -374,3 +374,20 @@ def test_a_models_files_may_lie_elsewhere_by_now(tmp_path: Path) -> None:
     files = validate_spec({"name": "t", "data": {"dataset": "ml-1m", "path": "/data/ml-1m"}})
     assert _with(files, str(tmp_path), 7).data == files.data.model_copy(update={"path": str(tmp_path), "batch_size": 7})
     assert _with(files, None, None) == files
+
+
+@pytest.mark.parametrize("trained_on", [
+    {"accelerator": {"kind": "tpu", "generation": "v5p", "topology": "4x4x4"}},
+    {"accelerator": {"kind": "tpu", "generation": "v5p", "topology": "4x4x4"}, "embedding": {"engine": "sparsecore"},
+     "data": {"batch_size": 512}},
+    {"accelerator": {"kind": "cpu", "devices": 3}, "compile": {"backend": "xla"}},
+    {"accelerator": {"kind": "gpu", "model": "h100", "count": 8}, "embedding": {"engine": "torchrec"}},
+])  # fmt: skip
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_batches_to_score_are_of_any_size_whatever_the_model_was_trained_on(
+    trained_on: dict[str, Any], size: int
+) -> None:
+    spec = validate_spec({"name": "t", **trained_on})
+    assert _with(spec, None, size) == spec.model_copy(
+        update={"data": spec.data.model_copy(update={"batch_size": size})}
+    )

@@ -111,15 +111,19 @@ def check_format(out: Path) -> None:
 
 
 def _with(spec: JobSpec, data: str | None, batch_size: int | None) -> JobSpec:
-    """Return the spec of an export with other files of its dataset, or batches of another size."""
+    """Return the spec of an export with other files of its dataset, or batches of another size.
+
+    Scores are computed here, eagerly: what the devices ask for that the model was trained on is no matter.
+    """
     if data is not None and spec.data.dataset not in DATASETS_OF_FILES:
         raise SpecError(
             f"the model was trained on {spec.data.dataset}, which is not read from files that can be given: {data}",
             remedy=f"leave --input out; it is for models of {', '.join(DATASETS_OF_FILES)}",
         )
     changed = {name: value for name, value in (("path", data), ("batch_size", batch_size)) if value is not None}
-    asked = spec.model_dump(mode="json")
-    return validate_spec(asked | {"data": asked["data"] | changed}, source="what to score")
+    parts = spec.model_dump(mode="json", include={"name", "model", "data"})
+    asked = parts | {"data": parts["data"] | changed, "compile": {"backend": "eager"}}
+    return spec.model_copy(update={"data": validate_spec(asked, source="what to score").data})
 
 
 def _check_schema(model: AnySchema, data: AnySchema) -> None:
