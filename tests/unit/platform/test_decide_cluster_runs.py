@@ -114,8 +114,9 @@ ROWS = [
     (wants(S.QUEUED), NO_NODES, D.SAY, S.QUEUED),
     (wants(S.QUEUED, **WAITED), NO_NODES, D.DELETE, None),
     (wants(S.RESTARTING, restarts=1), replace(NO_NODES, finding=replace(WITHOUT, restarts=1)), D.MOVE, S.QUEUED),
-    (wants(S.RUNNING), NO_NODES, D.SAY, S.RUNNING),
-    (wants(S.RUNNING), replace(NO_NODES, finding=replace(WITHOUT, restarts=1)), D.MOVE, S.QUEUED),
+    (wants(S.RUNNING, reported=True), NO_NODES, D.MOVE, S.QUEUED),  # the first process reports before all have met
+    (wants(S.RUNNING, met=True), NO_NODES, D.SAY, S.RUNNING),
+    (wants(S.RUNNING, met=True), replace(NO_NODES, finding=replace(WITHOUT, restarts=1)), D.MOVE, S.QUEUED),
 ]
 
 
@@ -165,6 +166,7 @@ wanteds = st.builds(
     max_wait_seconds=st.none() | st.just(10.0),
     silent_seconds=st.none() | st.floats(0, 200),
     reported=st.booleans(),
+    met=st.booleans(),
 )
 findings = st.builds(
     Finding, state=st.sampled_from(sorted(set(RunState) - {S.PENDING})), reason=st.just("seen"),

@@ -512,6 +512,47 @@ def test_a_run_that_is_admitted_and_gets_no_nodes_waits_and_for_too_long_ends_an
     assert (told.cause, "max_wait_seconds" in told.next_step) == ("wait_limit", True)
 
 
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_run_that_had_nodes_waits_since_it_lost_them_and_no_second_is_counted_twice(
+    plane: Plane, cluster: StandInCluster, monkeypatch: pytest.MonkeyPatch, reports: bool
+) -> None:
+    job = plane.launched(runtime={"max_wait_seconds": 600})
+    plane.passes()
+    if reports:  # before its processes have met
+        first = ProgressRecord(seq=1, time=1.0, phase="starting", step=0, total_steps=9)
+        plane.store.ingest(job.run_id, [first])
+    begun = plane.run(job)
+    assert (begun.state, begun.active_since is not None) == (S.RUNNING if reports else S.STARTING, True)
+    now, passed = time.time(), uptime()
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.time.time", lambda: now + 700)
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.uptime", lambda: passed + 700)
+    lost = float(int(now) + 600)
+    cluster.pods[job.run_id] = [without_a_node(lost + 30), without_a_node(lost)]
+    plane.passes(2)
+    run = plane.run(job)
+    assert (run.state, run.waiting_since, "delete" in cluster.asked) == (S.QUEUED, lost, False)
+    assert (run.active_since, run.active_seconds) == (None, lost - (begun.active_since or 0.0))
+
+
+def test_a_run_waits_for_nodes_until_its_processes_have_met(plane: Plane, cluster: StandInCluster) -> None:
+    job = plane.launched()
+    plane.passes()
+    first = ProgressRecord(seq=1, time=1.0, phase="starting", step=0, total_steps=9)
+    plane.store.ingest(job.run_id, [first])
+    cluster.pods[job.run_id] = [without_a_node(time.time() - 61)]
+    plane.passes()
+    assert plane.run(job).state is S.QUEUED
+    plane.store.ingest(job.run_id, [first.model_copy(update={"seq": 2})])
+    plane.passes()
+    assert plane.run(job).state is S.QUEUED, "the first process goes on reporting that it starts"
+    cluster.pods[job.run_id] = []
+    plane.passes()
+    plane.store.ingest(job.run_id, [first.model_copy(update={"seq": 3, "phase": "compiling"})])
+    cluster.pods[job.run_id] = [without_a_node(time.time() - 61)]
+    plane.passes()
+    assert plane.run(job).state is S.RUNNING, "what misses a node now is not what it needs"
+
+
 def test_a_run_that_gets_its_nodes_late_starts_and_its_wait_is_over(plane: Plane, cluster: StandInCluster) -> None:
     job = plane.launched(runtime={"max_wait_seconds": 3600})
     cluster.pods[job.run_id] = [without_a_node(time.time() - 61)]

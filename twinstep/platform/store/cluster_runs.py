@@ -50,6 +50,8 @@ class ClusterRun:
     active_seconds: float
     heartbeat_at: float | None
     waiting_since: float | None = None
+    phase: str | None = None
+    """What the worker said last that it is about; None: nothing yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +75,7 @@ class ClusterRuns:
     def live(self) -> list[ClusterRun]:
         """Return every run that is not final, in the order they were made."""
         query = (
-            select(*(getattr(RunRow, name) for name in _COLUMNS))
+            select(*(getattr(RunRow, name) for name in _COLUMNS), RunRow.progress["phase"].as_string().label("phase"))
             .where(RunRow.state.in_(sorted(LIVE)), RunRow.backend == "kubernetes")
             .order_by(RunRow.id)
         )

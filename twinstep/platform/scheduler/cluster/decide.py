@@ -6,7 +6,7 @@ A run is sent once: where its objects are known to have been there and are gone,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from twinstep.platform.scheduler.cluster.status import UNSCHEDULABLE, Finding
@@ -53,6 +53,8 @@ class ClusterWanted:
     """Since the worker was last heard of; None where it has nowhere to report to."""
     reported: bool = False
     """The worker was heard of at all."""
+    met: bool = False
+    """Its processes have met: the worker, whose first process reports before that, says that it is past `starting`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +97,8 @@ class ClusterAction:
     reason: str = ""
     restarts: int = 0
     """What is to be stored: never less than before."""
+    since: float | None = None
+    """Of a MOVE to `queued`: Unix seconds since when it waits; None: since now."""
 
 
 def decide_cluster(wanted: ClusterWanted, sight: ClusterSight | None) -> ClusterAction:
@@ -175,11 +179,12 @@ def _taken_down(wanted: ClusterWanted, sight: ClusterSight, reason: str) -> Clus
 def _follow(wanted: ClusterWanted, finding: Finding) -> ClusterAction:
     """Take over what is found, as far as the table of moves and what the worker itself reported let it."""
     to, now = finding.state, wanted.state
-    if finding.code == UNSCHEDULABLE and now is RunState.RUNNING and finding.restarts <= wanted.restarts:
-        to = now  # its worker has reported since: what misses a node is not what it needs
+    ran = wanted.met and now is RunState.RUNNING and finding.restarts <= wanted.restarts
+    if finding.code == UNSCHEDULABLE and ran:
+        to = now  # its processes have met since: what misses a node is not what it needs
     if to is RunState.QUEUED:
         reason = "is suspended, as it was asked to be" if wanted.suspend else finding.reason
-        return _move(wanted, to, reason, restarts=finding.restarts)
+        return replace(_move(wanted, to, reason, restarts=finding.restarts), since=finding.since)
     if to is RunState.STARTING and now in (RunState.RUNNING, RunState.RESTARTING):
         to = now  # it ran before, or its worker reports though not all of its pods are ready
     if to is RunState.RESTARTING:

@@ -34,7 +34,7 @@ from twinstep.platform.scheduler.cluster.evidence import Evidence
 from twinstep.platform.scheduler.cluster.lease import uptime
 from twinstep.platform.scheduler.cluster.patience import Patience
 from twinstep.platform.scheduler.cluster.port import Cluster, WorkloadRef
-from twinstep.platform.scheduler.cluster.status import UNSCHEDULABLE, Finding, find
+from twinstep.platform.scheduler.cluster.status import Finding, find
 from twinstep.platform.scheduler.passes import Passes, trouble_with
 from twinstep.platform.scheduler.render.render import RenderedRun, render
 from twinstep.platform.scheduler.rundir import hash_token
@@ -230,6 +230,7 @@ class ClusterReconciler(Passes):
             max_wait_seconds=limits.get("max_wait_seconds"),
             silent_seconds=None if self._workers.api_url is None else clock - heard,
             reported=run.heartbeat_at is not None,
+            met=run.phase not in (None, "starting"),
         )
 
     def _spec(self, run: ClusterRun) -> dict[str, Any]:
@@ -398,8 +399,11 @@ class ClusterReconciler(Passes):
         if to in FINAL and run.cluster is not None and run.cluster.uid and time.monotonic() < now.until:
             self._drain(run.id)  # who follows it is told of its end after its last line
         changes: dict[str, Any] = {"restarts": action.restarts, "diagnosis": diagnosis}
-        if to is RunState.QUEUED and run.state is RunState.STARTING and (diagnosis or {}).get("code") == UNSCHEDULABLE:
-            changes["waiting_since"] = run.active_since  # it never got its nodes, so it has waited for them since then
+        if action.since is not None and run.active_since is not None:
+            # What it waited before that was noticed is no time in which it was active; the cluster's clock may differ.
+            waits = min(max(action.since, run.active_since), max(time.time(), run.active_since))
+            changes["waiting_since"] = waits
+            changes["active_seconds"] = run.active_seconds + waits - run.active_since
         path = path_to(run.state, to)
         now.since = now.since if now.moves else time.monotonic()
         now.moves.append(

@@ -29,6 +29,8 @@ class Finding:
     """Times the cluster has started the pods again within the run."""
     code: str = ""
     """The cluster's own word for the reason: WaitingForQuota, ReachedMaxRestarts."""
+    since: float | None = None
+    """Unix seconds since when it waits for nodes; None where it does not."""
     gone: bool = False
     """The workload is not there."""
 
@@ -226,13 +228,13 @@ def _without_nodes(evidence: Evidence, restarts: int) -> Finding | None:
 
     It holds nothing of what it asked for, or not all, and cannot go on: that is a queue, whoever keeps it.
     """
-    for pod in evidence.pods:
-        scheduled = fails(pod, "PodScheduled")
-        since = scheduled.since if scheduled else None
-        if scheduled and scheduled.reason == UNSCHEDULABLE and since and evidence.now - since > UNSCHEDULABLE_S:
-            reason = f"waits for nodes: {scheduled.message}"
-            return Finding(state=RunState.QUEUED, reason=reason, restarts=restarts, code=UNSCHEDULABLE)
-    return None
+    without = [found for pod in evidence.pods if (found := fails(pod, "PodScheduled"))]
+    since = [(found.since, found.message) for found in without if found.reason == UNSCHEDULABLE and found.since]
+    first, message = min(since, default=(evidence.now, ""))
+    if evidence.now - first <= UNSCHEDULABLE_S:
+        return None
+    reason = f"waits for nodes: {message}"
+    return Finding(state=RunState.QUEUED, reason=reason, restarts=restarts, code=UNSCHEDULABLE, since=first)
 
 
 READERS: dict[str, Callable[[Evidence], Finding]] = {"JobSet": _jobset, "RayJob": _rayjob}
