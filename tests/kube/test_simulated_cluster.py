@@ -143,8 +143,8 @@ def test_a_jobset_is_suspended_and_goes_on(cluster: Simulation) -> None:
     assert seen(cluster, run).state == "running"
 
 
-def test_a_deadline_ends_a_slice(cluster: Simulation) -> None:
-    spec = {"name": "a-run", "accelerator": TPU, "kubernetes": {"image": IMAGE, "max_restarts": 0}}
+def test_a_deadline_ends_a_run_for_good(cluster: Simulation) -> None:
+    spec = {"name": "a-run", "accelerator": TPU, "kubernetes": {"image": IMAGE, "max_restarts": 3}}
     run = render(parse_spec(yaml.safe_dump({**spec, "runtime": {"max_seconds": 50}})))
     for each in run.objects:
         cluster.server.put(dict(each))

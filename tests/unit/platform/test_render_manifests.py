@@ -158,6 +158,33 @@ def test_the_failure_policy_tells_a_preempted_slice_from_a_wrong_spec() -> None:
         assert found == [want], message
 
 
+@pytest.mark.parametrize("accelerator", [V5P_128, H100_128])
+def test_kubernetes_ends_late_only_what_no_control_plane_does_and_lets_it_wait(accelerator: dict[str, Any]) -> None:
+    """Its deadlines count pods that wait for nodes, which a control plane leaves out."""
+    spec = {"name": "a", "accelerator": accelerator, "kubernetes": {"image": "registry.example.com/worker:1"}}
+    spec["compile"] = {"backend": "xla" if accelerator["kind"] == "tpu" else "inductor"}
+
+    def deadlines(limits: dict[str, float], **more: Any) -> list[str]:
+        found = render(validate_spec({**spec, "runtime": limits}), **more)
+        check(found.objects, None)
+        return re.findall('"(?:activeDeadlineSeconds": [0-9]+|DeadlineExceeded)', json.dumps(found.workload))
+
+    late = ['"DeadlineExceeded'] if accelerator["kind"] == "tpu" else []  # ends for good, and is not started again
+    assert sorted(deadlines({"max_seconds": 0.5})) == sorted([*late, '"activeDeadlineSeconds": 1'])
+    both = {"max_seconds": 3600, "max_wait_seconds": 7200}
+    assert sorted(deadlines(both)) == sorted([*late, '"activeDeadlineSeconds": 10800'])
+    assert deadlines({"max_wait_seconds": 7200}) == []
+    assert deadlines(both, run_id="run-1") == []
+    assert deadlines(both, followed=True) == []
+
+
+def test_no_batch_of_gpus_is_warned_of() -> None:
+    """Ranks share any batch: dummy rows fill the last blocks."""
+    spec = {"name": "a", "accelerator": H100_128, "kubernetes": {"image": "registry.example.com/worker:1"}}
+    sizes = {size: render(validate_spec({**spec, "data": {"batch_size": size}})).warnings for size in (1, 100, 128)}
+    assert sizes[1] == sizes[100] == sizes[128]
+
+
 # ---- words arrive byte for byte ----
 
 TRICKY = [

@@ -84,7 +84,8 @@ def planned(spec: JobSpec, settings: Settings) -> RenderedRun:
     """
     cluster = settings.cluster
     warned = tuple(f"preflight: {each.problem}" for each in check_fits(spec))
-    found = render(spec, default_image=settings.worker_image, api_url=None if cluster is None else cluster.api_url)
+    url = None if cluster is None else cluster.api_url
+    found = render(spec, default_image=settings.worker_image, api_url=url, followed=True)
     check(found.objects, None if cluster is None or cluster.crds is None else _resources(cluster.crds))
     return replace(found, warnings=(*found.warnings, *warned))
 

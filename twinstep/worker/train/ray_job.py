@@ -133,7 +133,7 @@ def _attempt(asked: Asked, stop: threading.Event, *, storage: str, told: str) ->
 def _room_again(asked: Asked, stop: threading.Event) -> bool:
     """Wait until nodes that stay have room for all ranks; False where the job is to stop, or the head's node is to go.
 
-    How long that may take is the cluster's to say: its job has a deadline of its own (`runtime.max_seconds`).
+    How long that may take is for `runtime.max_seconds` to say: the control plane ends it then, or a deadline by hand.
     """
     while not stop.wait(LOOK_AT_NODES):
         going = _going()

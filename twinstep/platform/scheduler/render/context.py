@@ -25,6 +25,8 @@ class RenderContext:
     attempt: int = 1
     api_url: str | None = None
     """Where workers report; None: nowhere."""
+    deadline_seconds: int | None = None
+    """After which Kubernetes ends the workload; None where a control plane does, which leaves out what a run waits."""
     labels: dict[str, str] = field(default_factory=dict)
     """On every object and pod."""
 

@@ -5,7 +5,6 @@ Sources: JobSet v1alpha2's types and webhook; GKE's pages on TPU and multislice 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from twinstep.platform.scheduler.render import pods
@@ -33,7 +32,7 @@ def jobset(spec: JobSpec, accelerator: TpuSpec, shape: SliceShape, context: Rend
     body: Object = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "coordinator": {"replicatedJob": REPLICATED_JOB, "jobIndex": 0, "podIndex": 0},
-        "failurePolicy": failure_policy(kubernetes.max_restarts),
+        "failurePolicy": failure_policy(kubernetes.max_restarts, deadline=context.deadline_seconds is not None),
         "ttlSecondsAfterFinished": kubernetes.ttl_seconds,
         "replicatedJobs": [
             {"name": REPLICATED_JOB, "replicas": shape.slices, "template": _job(spec, accelerator, shape, context)}
@@ -43,11 +42,12 @@ def jobset(spec: JobSpec, accelerator: TpuSpec, shape: SliceShape, context: Rend
     return {"apiVersion": API_VERSION, "kind": "JobSet", "metadata": metadata, "spec": body}
 
 
-def failure_policy(max_restarts: int) -> Object:
-    """Return what becomes of a failed slice: a preempted one is no failure, a wrong spec is one for good.
+def failure_policy(max_restarts: int, *, deadline: bool) -> Object:
+    """Return what becomes of a failed slice: a preempted one is no failure, a wrong spec or a deadline is one for good.
 
     Child Jobs fail by their pod failure policy for all three reasons, and the Job's message alone tells them apart.
     """
+    late = {"name": "deadline", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]}
     return {
         "maxRestarts": max_restarts,
         "restartStrategy": "Recreate",
@@ -67,6 +67,7 @@ def failure_policy(max_restarts: int) -> Object:
                 "onJobFailureReasons": ["PodFailurePolicy"],
                 "onJobFailureMessagePatterns": [f".*exit code {EXIT_SPEC} .*"],
             },
+            *([late] if deadline else []),
         ],
     }
 
@@ -93,8 +94,8 @@ def _job(spec: JobSpec, accelerator: TpuSpec, shape: SliceShape, context: Render
         },
         "template": _pod(spec, accelerator, shape, context),
     }
-    if spec.runtime.max_seconds is not None:
-        body["activeDeadlineSeconds"] = math.ceil(spec.runtime.max_seconds)
+    if context.deadline_seconds is not None:
+        body["activeDeadlineSeconds"] = context.deadline_seconds
     return {"metadata": {"labels": dict(context.labels)}, "spec": body}
 
 

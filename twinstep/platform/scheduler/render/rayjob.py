@@ -67,8 +67,8 @@ def rayjob(spec: JobSpec, accelerator: GpuSpec, context: RenderContext) -> Objec
             "workerGroupSpecs": [_workers(spec, accelerator, context)],
         },
     }
-    if spec.runtime.max_seconds is not None:
-        body["activeDeadlineSeconds"] = max(1, math.ceil(spec.runtime.max_seconds))
+    if context.deadline_seconds is not None:
+        body["activeDeadlineSeconds"] = context.deadline_seconds
     pods.hand_to_queue(spec, metadata, body)
     return {"apiVersion": API_VERSION, "kind": "RayJob", "metadata": metadata, "spec": body}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from twinstep.platform.scheduler.render.context import DOMAIN, RenderContext
@@ -52,6 +53,7 @@ def render(
     run_id: str = "",
     attempt: int = 1,
     api_url: str | None = None,
+    followed: bool = False,
 ) -> RenderedRun:
     """Return the objects of a run of `spec`.
 
@@ -59,6 +61,7 @@ def render(
         default_image: worker's image where the spec names none; `{kind}` in it becomes the accelerator's kind.
         run_id: a control plane's; empty: the name follows from the spec alone.
         api_url: where workers report; the token is read from a Secret that is not part of the objects.
+        followed: a control plane will follow the run, as it does one that has a `run_id`.
 
     Raises:
         SpecError: the accelerator is no cluster's, no image is known, or a derived name is too long.
@@ -69,7 +72,9 @@ def render(
             "accelerator.kind", "runs on this machine, not in a cluster", "cpu", "tpu, gpu",
             "kind: tpu, or twinstep submit, which runs it here",
         )  # fmt: skip
+    deadline = None if followed or run_id else _deadline(spec)
     context = _context(spec, default_image, job_id=job_id, run_id=run_id, attempt=attempt, api_url=api_url)
+    context = replace(context, deadline_seconds=deadline)
     beside = [spec_map(spec, context)]
     if spec.kubernetes.service_account is None:
         beside.append(service_account(context))
@@ -122,6 +127,12 @@ def _context(
         api_url=api_url,
         labels=labels,
     )
+
+
+def _deadline(spec: JobSpec) -> int | None:
+    """Return the seconds after which Kubernetes is to end a run that nobody follows; it counts what pods wait, too."""
+    limits = spec.runtime
+    return None if limits.max_seconds is None else math.ceil(limits.max_seconds + (limits.max_wait_seconds or 0.0))
 
 
 def _tpu(spec: JobSpec, accelerator: TpuSpec, context: RenderContext) -> tuple[Object, dict[str, int | str]]:
@@ -183,11 +194,6 @@ def _warnings(spec: JobSpec, context: RenderContext, numbers: dict[str, int | st
     elif "://" not in spec.checkpoint.path:
         found.append(
             f"checkpoint.path {spec.checkpoint.path} is a directory of the pod, which goes with it: give a URI"
-        )
-    devices = int(numbers["devices"])
-    if spec.data.batch_size % devices:
-        found.append(
-            f"data.batch_size {spec.data.batch_size} does not divide over {devices} devices: the step will not compile"
         )
     return found
 
