@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import yaml
@@ -183,14 +184,26 @@ def test_a_run_on_a_full_disk_trains_to_its_end_and_succeeds(tmp_path: Path) -> 
     assert [record["seq"] for record in records] == list(range(1, len(records) + 1))
 
 
-@pytest.mark.parametrize("more", [[], ["--json"]])
-def test_a_run_whose_summary_cannot_be_printed_has_succeeded_all_the_same(tmp_path: Path, more: list[str]) -> None:
+def closed_pipe() -> IO[str]:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")
+
+
+def full_disk() -> IO[str]:
+    return Path("/dev/full").open("w")
+
+
+@pytest.mark.parametrize(("to", "more"), [(full_disk, []), (full_disk, ["--json"]), (closed_pipe, [])])
+def test_a_run_whose_output_nobody_can_read_has_succeeded_all_the_same(
+    tmp_path: Path, to: Callable[[], IO[str]], more: list[str]
+) -> None:
     small = yaml.safe_load((ROOT / "examples/smoke.yaml").read_text())
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(small | {"compile": {"backend": "eager"}}))
-    with Path("/dev/full").open("w") as full:
+    with to() as nobody:
         done = subprocess.run(
             [sys.executable, "-m", "twinstep", "train", tmp_path / "spec.yaml", *more],
-            env=environment(tmp_path), stdout=full, stderr=subprocess.PIPE, timeout=120, check=False,
+            env=environment(tmp_path), stdout=nobody, stderr=subprocess.PIPE, timeout=120, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [record["kind"] for record in spooled(tmp_path)].count("result") == 1

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from twinstep.worker.train.environment import prepare_environment
+from twinstep.worker.train.output import giving_up
 from twinstep.worker.train.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     from twinstep.spec.job import JobSpec
     from twinstep.spec.report import RunSummary
+
+_RUN, _JAX = "twinstep.worker.train.run", "twinstep.worker.compile.lower.xla"
 
 
 def run_spec(spec: JobSpec, *, console: Console | None = None, quiet: bool = False) -> RunSummary:
@@ -35,25 +39,37 @@ def run_spec(spec: JobSpec, *, console: Console | None = None, quiet: bool = Fal
         KeyboardInterrupt: after a second Ctrl-C.
     """
     prepare_environment(spec)
+    with_jax = spec.compile.backend == "xla"
     if console is not None and not quiet and is_first():
-        console.print("loading PyTorch" + (" and JAX" if spec.compile.backend == "xla" else ""))
-    with _without_collecting():
+        with giving_up(console.file):
+            console.print("loading PyTorch" + (" and JAX" if with_jax else ""))
+    with _without_collecting(_RUN, *([_JAX] if with_jax else [])):
         from twinstep.worker.train.run import run
 
-        if spec.compile.backend == "xla":
-            importlib.import_module("twinstep.worker.compile.lower.xla")  # jax, which the run would import anyway
+        if with_jax:
+            importlib.import_module(_JAX)  # which the run would import anyway
     return run(spec, console=None if quiet else console)
 
 
 @contextlib.contextmanager
-def _without_collecting() -> Iterator[None]:
-    """Import without looking for garbage: a tenth of what a start takes, since what modules make stays."""
+def _without_collecting(*modules: str) -> Iterator[None]:
+    """Import modules without looking for garbage: a tenth of what a start takes, since what modules make stays.
+
+    What is there then is never looked at again. So nothing is done where all are imported already: a second run in a
+    process would keep what the first one left behind for good.
+    """
+    if all(name in sys.modules for name in modules):
+        yield
+        return
+    gc.collect()
+    collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if collecting:
+            gc.enable()
 
 
 def processes_of(spec: JobSpec, asked: int | None = None) -> int:

@@ -24,7 +24,9 @@ def giving_up(stream: IO[str]) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError):  # ValueError: it was closed
+    except (OSError, ValueError, SystemExit) as error:  # ValueError: it was closed
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise  # only rich ends a program whose pipe nobody reads any more
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
