@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakekube.real import RealServer
-from fakekube.resources import BY_KIND, Refusal
+from fakekube.real import BUSY, EMPTIED, RealServer
+from fakekube.resources import BY_KIND, Refusal, Resource
 from fakekube.server import FakeServer
 
 
@@ -60,6 +60,22 @@ def test_what_only_the_simulated_one_can_do_is_a_skip_that_says_what_it_is(
 ) -> None:
     with RealServer(there.admin) as server, pytest.raises(pytest.skip.Exception, match="only the simulated API server"):
         ask(server)
+
+
+KINDS_THAT_OTHERS_MAY_HAVE = [each for each in EMPTIED if each.kind not in BUSY]
+
+
+@pytest.mark.parametrize("resource", KINDS_THAT_OTHERS_MAY_HAVE, ids=lambda each: each.kind)
+def test_what_was_there_before_a_test_stays_and_is_not_shown_to_it(there: FakeServer, resource: Resource) -> None:
+    def of(name: str) -> dict[str, Any]:
+        metadata = {"name": name, "namespace": "default"}
+        return {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata, "spec": {}}
+
+    before = there.put(of("theirs"))
+    with RealServer(there.admin) as server:
+        there.put(of("ours"))
+        assert [each["metadata"]["name"] for each in server.all(resource.kind)] == ["ours"]
+    assert [each["metadata"]["uid"] for each in there.all(resource.kind)] == [before["metadata"]["uid"]]
 
 
 def test_a_cluster_that_others_use_is_left_alone(there: FakeServer) -> None:

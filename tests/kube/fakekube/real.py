@@ -1,6 +1,7 @@
 """A real API server behind the handle that tests have on the simulated one: what it cannot be told to do is a skip.
 
-The cluster must be one made for tests: `default` is written to, and emptied after each test.
+The cluster must be one made for tests: `default` is written to. What was there before a test is not shown to it, and
+stays.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ REAL = os.environ.get("TWINSTEP_TEST_KUBECONFIG")
 NAMESPACE = "default"
 KEPT = {("ServiceAccount", "default"), ("ConfigMap", "kube-root-ca.crt"), ("Service", "kubernetes")}
 BUSY = ("Pod", "JobSet", "RayJob")
+EMPTIED = [each for each in RESOURCES if each.namespaced and each.kind not in ("Event", "Lease")]
 
 
 class Hooks:
@@ -46,6 +48,8 @@ class RealObjects(Hooks):
         super().__init__("objects")
         self._api = api
         self._namespaces: list[str] = []
+        self._theirs: set[str] = set()
+        """Uids of what was in the cluster's namespace before the test."""
 
     def get(self, kind: str, namespace: str, name: str) -> Object:
         return self._call("GET", _path(BY_KIND[kind], namespace, name))
@@ -77,7 +81,8 @@ class RealObjects(Hooks):
                 return []
             raise
         items = [{"kind": kind, "apiVersion": resource.api_version, **each} for each in page["items"]]
-        return [each for each in items if (kind, each["metadata"]["name"]) not in KEPT]
+        ours = [each for each in items if each["metadata"].get("uid") not in self._theirs]
+        return [each for each in ours if (kind, each["metadata"]["name"]) not in KEPT]
 
     def _call(self, method: str, path: str, body: Any = None) -> Object:
         content = "application/json-patch+json" if method == "PATCH" else "application/json"
@@ -108,15 +113,16 @@ class RealServer:
     def __enter__(self) -> RealServer:
         if busy := [f"{kind}/{each['metadata']['name']}" for kind in BUSY for each in self.all(kind)]:
             pytest.fail(f"the namespace {NAMESPACE} is in use ({', '.join(busy[:5])}): give a cluster made for tests")
+        found = [each for resource in EMPTIED for each in self.all(resource.kind)]
+        self.objects._theirs = {each["metadata"]["uid"] for each in found}
         return self
 
     def __exit__(self, *_: object) -> None:
         for namespace in self.objects._namespaces:
             self.objects._call("DELETE", f"/api/v1/namespaces/{namespace}")
-        for resource in RESOURCES:
-            if resource.namespaced and resource.kind not in ("Event", "Lease"):
-                for each in self.all(resource.kind):
-                    self._remove(resource, each)
+        for resource in EMPTIED:
+            for each in self.all(resource.kind):
+                self._remove(resource, each)
         self._api.close()
 
     def _remove(self, resource: Resource, found: Object) -> None:

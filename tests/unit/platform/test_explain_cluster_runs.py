@@ -92,6 +92,21 @@ def test_what_the_reason_says_where_no_pod_says_more(reason: str, cause: str) ->
     assert (found.cause, bool(found.next_step)) == (cause, True)
 
 
+@pytest.mark.parametrize("pods", [[], *(pods for pods, _, _ in FAILURES)])
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("stopped at its time limit: runtime.max_seconds is 10", "time_limit"),
+        ("waited too long to be started: runtime.max_wait_seconds is 10; it waits for nodes", "wait_limit"),
+    ],
+)
+def test_a_limit_ended_a_run_whatever_failed_before(pods: list[PodTrouble], reason: str, cause: str) -> None:
+    found = explain(job(S.FAILED, reason), log=["step 7", NCCL], diagnosis=Diagnosis(code="Unschedulable", pods=pods))
+    assert (found.cause, reason in found.text) == (cause, True)
+    assert f"runtime.max_{'wait_' if cause == 'wait_limit' else ''}seconds" in found.next_step
+    assert NCCL in found.evidence, "what failed before is shown"
+
+
 def _pod(host: int, code: int, at: str) -> dict[str, Any]:
     ended = {"exitCode": code, "reason": "Error", "finishedAt": at, "message": "line one\nline two"}
     labels = {"jobset.sigs.k8s.io/job-index": "1", "jobset.sigs.k8s.io/restart-attempt": "2"}

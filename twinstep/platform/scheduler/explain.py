@@ -203,6 +203,10 @@ def _pods(diagnosis: Diagnosis | None) -> list[str]:
 def _failure(job: JobDetail, events: Sequence[Event], log: Sequence[str], diagnosis: Diagnosis | None) -> Explanation:
     failed = next((event for event in reversed(events) if event.name == "failed"), None)
     pods = _pods(diagnosis)
+    by_reason = next((row for row in _REASONS if job.reason.startswith(row[0])), None)
+    if by_reason is not None and by_reason[1] in _LIMITS:  # whatever failed before, it went on, or waited, until then
+        shown = pods + [line for line in log if line.strip()][-3:]
+        return _said(job, by_reason[1], f"the job failed: {job.reason}", by_reason[2], shown)
     lines = [*log, *([failed.reason] if failed is not None else []), *pods, job.reason]
     for signature in SIGNATURES:
         shown = [line for line in lines if re.search(signature.pattern, line)]
@@ -217,7 +221,6 @@ def _failure(job: JobDetail, events: Sequence[Event], log: Sequence[str], diagno
     problem, _, remedy = told.partition("; fix: ")
     if not remedy:
         problem, _, remedy = told.partition(" (fix: ")
-    by_reason = next((row for row in _REASONS if job.reason.startswith(row[0])), None)
     if remedy:
         return _said(job, "error", f"the job failed: {problem}", remedy.rstrip(")"))
     if by_reason is not None:
@@ -248,3 +251,4 @@ _REASONS = (
     ("its worker ended with SIGKILL", "killed", "lower data.rows or data.batch_size: the kernel kills the largest"),
 )
 """Beginning of a run's reason, its cause's name, what to do."""
+_LIMITS = ("time_limit", "wait_limit")
