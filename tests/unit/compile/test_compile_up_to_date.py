@@ -50,6 +50,18 @@ def test_state_dicts_follow_eager_after_each_step_without_a_pull() -> None:
             same(model.state_dict(), want_model.state_dict())
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adagrad", "SGD"])
+def test_the_rows_that_a_process_has_are_all_of_them_where_it_is_alone(kind: str) -> None:
+    x = torch.ones(5, 3) * torch.arange(5.0)[:, None]
+    pairs = [(model, getattr(torch.optim, kind)(model.parameters(), lr=0.1)) for model in (make()[0], make()[0])]
+    compiler = StepCompiler(step, *pairs[0], backend="xla")
+    compiler(x)
+    step(*pairs[1], x)
+    assert compiler.pull_own() == {}  # counts of steps, which have no dimensions, among them
+    same(pairs[0][1].state_dict()["state"], pairs[1][1].state_dict()["state"])
+    same(pairs[0][0].state_dict(), pairs[1][0].state_dict())
+
+
 def test_a_checkpoint_between_steps_goes_on_where_it_was() -> None:
     x = torch.ones(5, 3) * torch.arange(5.0)[:, None]
     model, optimizer = make()

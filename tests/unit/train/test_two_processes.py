@@ -56,7 +56,8 @@ def spec_of(model: dict[str, Any], engine: str, checkpoints: Path, *, devices: i
         "data": CLICKS if model is DLRM else HISTORIES,
         "accelerator": {"kind": "cpu", "devices": devices},
         "compile": {"backend": "xla", "cache": False},
-        "optimizers": {"dense": {"kind": "sgd", "lr": 0.05}},
+        # Adam keeps a count of steps, a tensor without dimensions; histories keep SGD, which amplifies no rounding.
+        "optimizers": {"dense": {"kind": "adam", "lr": 0.01} if model is DLRM else {"kind": "sgd", "lr": 0.05}},
         "embedding": {"engine": engine},
         "train": {"steps": steps, "eval_batches": 2},
         "checkpoint": {"path": str(checkpoints), "every_steps": 2},

@@ -268,7 +268,7 @@ class XlaBackend:
                 if slot.path not in live:  # an optimizer's state may have been cleared since
                     continue
                 tensor = live[slot.path].detach()
-                rows = rows_held(array, len(tensor)) if own else None
+                rows = rows_held(array, len(tensor)) if own and tensor.dim() else None
                 if rows is not None:
                     held[slot.path] = rows
                     for start, stop, part in own_rows(array, len(tensor)):
