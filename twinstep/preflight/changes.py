@@ -18,8 +18,9 @@ from twinstep.preflight.chips import where
 from twinstep.preflight.report import Change
 from twinstep.preflight.shapes import data_shape
 from twinstep.spec.accelerator import GpuSpec, TpuSpec
+from twinstep.spec.devices import shares_of
 from twinstep.spec.job import JobSpec
-from twinstep.spec.topology import GPUS, TPUS, chips_of, host_sizes, topologies
+from twinstep.spec.topology import GPUS, chips_of, host_sizes, topologies
 
 Tried = Callable[[JobSpec], int | None]
 """Returns the bytes of a device where a spec fits, None where it does not."""
@@ -126,13 +127,13 @@ LEAST_KEPT = 4  # activations over the least budget of them that is offered: a c
 
 def _batch(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
     devices, path = where(spec).devices, "data.batch_size"
-    most = (spec.data.batch_size - 1) // devices
-    found = _largest(1, most, _set(spec, tried, path, lambda rows: rows * devices))
+    shares = shares_of(spec.accelerator, spec.embedding.engine)
+    most = (spec.data.batch_size - 1) // shares
+    found = _largest(1, most, _set(spec, tried, path, lambda rows: rows * shares))
     if found is not None:
-        said = (
-            f"data.batch_size: {found * devices}, {found} rows a device instead of {spec.data.batch_size / devices:g}"
-        )
-        yield _try(spec, tried, said, {path: found * devices})
+        size, now = found * shares, spec.data.batch_size
+        said = f"data.batch_size: {size}, {size // devices} rows a device instead of {now / devices:g}"
+        yield _try(spec, tried, said, {path: size})
 
 
 def _larger_slice(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
@@ -142,8 +143,8 @@ def _larger_slice(spec: JobSpec, tried: Tried) -> Iterator[Change | None]:
     now = chips_of(asked.topology)
     larger = [each for each in topologies(asked.generation, up_to=None) if chips_of(each) > now]
     by_chips = {chips_of(each): each for each in reversed(larger)}  # of one size the first is the most compact
-    others = TPUS[asked.generation].devices_per_chip * asked.slices
-    counts = sorted(count for count in by_chips if spec.data.batch_size % (count * others) == 0)
+    each = shares_of(asked, spec.embedding.engine) // now  # of the batch, for a chip of every slice
+    counts = sorted(count for count in by_chips if spec.data.batch_size % (count * each) == 0)
     low, high = 0, len(counts)
     found: tuple[str, Fields] | None = None
     while low < high:

@@ -9,6 +9,7 @@ from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from twinstep.spec.base import INT32_MAX, MAX_TABLES, Count, FieldName, Number, Spec
+from twinstep.spec.devices import accelerator_of, devices_of, named
 from twinstep.spec.sparsecore import GENERATIONS, SparseCoreFlags
 
 Limit = Annotated[StrictInt, Field(ge=1, le=INT32_MAX)]
@@ -161,19 +162,16 @@ def engine_on_tpu(data: Mapping[str, Any]) -> str:
     """Return the engine of a TPU's spec that names none, from its fields as they were given.
 
     A ring updates a row where it lies, and only rows that a step names. An optimizer that moves all of them wants
-    tables that the devices divide, and so does a step without row updates: those keep dense tables. So does a chip that
-    is alone: it has nobody to pass rows to.
+    tables that the devices divide, and so does a step without row updates: those keep dense tables. So does a device
+    that is alone: it has nobody to pass rows to.
     """
-
-    def part(of: Any, name: str) -> Any:
-        return of.get(name) if isinstance(of, Mapping) else None
-
-    sparse, compiler = part(part(data, "optimizers"), "sparse"), part(data, "compile")
-    strategies = part(compiler, "strategies")
-    quiet = part(sparse, "kind") in (None, *FUSED) and not part(sparse, "momentum") and not part(sparse, "weight_decay")
+    sparse, compiler, accelerator = named(data.get("optimizers"), "sparse"), data.get("compile"), accelerator_of(data)
+    strategies = named(compiler, "strategies")
+    still = not named(sparse, "momentum") and not named(sparse, "weight_decay")
+    quiet = named(sparse, "kind") in (None, *FUSED) and still
     by_rows = not isinstance(strategies, list | tuple) or "sparse_embedding" in strategies
-    alone = part(part(data, "accelerator"), "topology") in ("1x1", "1x1x1")
-    return "ring" if quiet and by_rows and not alone and part(compiler, "backend") in (None, "xla") else "dense"
+    alone = accelerator is not None and devices_of(accelerator) == 1
+    return "ring" if quiet and by_rows and not alone and named(compiler, "backend") in (None, "xla") else "dense"
 
 
 def not_this_engine(problem: str, allowed: str) -> Said:

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from twinstep.spec.accelerator import Accelerator, CpuSpec, KubernetesSpec
 from twinstep.spec.base import INT32_MAX, MAX_BATCH, MAX_TABLES, Count, FieldName, Number, Spec
 from twinstep.spec.columns import ColumnsSpec
-from twinstep.spec.devices import BACKENDS, USUAL_BATCH, devices_problem, usual_batch
+from twinstep.spec.devices import BACKENDS, USUAL_BATCH, batch_problem, devices_problem, usual_batch
 from twinstep.spec.embedding import (
     EmbeddingSpec,
     divided_problem,
@@ -83,8 +83,8 @@ class DataSpec(Spec):
     label_threshold: Annotated[Number, Field(ge=0)] = 4.0
     """Ratings from this one up are positive."""
     batch_size: Annotated[StrictInt, Field(ge=1, le=MAX_BATCH)] = USUAL_BATCH
-    """B: samples per step, as many for each device; a sample is one user at one moment, with its candidates. Where none
-    is given, the least that devices divide, of 32 or more."""
+    """B: samples per step, each one user at one moment with its candidates; as many for each device and, with `engine:
+    sparsecore`, each SparseCore of a TPU. Where none is given, the least of 32 or more that these divide."""
     uih_len: Annotated[StrictInt, Field(ge=1, le=8192)] = 64
     """U: newest events kept of a user's interaction history (UIH), per sample."""
     uih_budget: Annotated[StrictInt, Field(ge=1, le=8192)] | None = None
@@ -352,7 +352,7 @@ class JobSpec(Spec):
     """cpu, or a tpu slice, or gpus."""
     compile: Annotated[CompileSpec, Field(validate_default=True)] = CompileSpec()
     """Backend and cache; where no backend is given, a TPU has xla."""
-    embedding: EmbeddingSpec = EmbeddingSpec()
+    embedding: Annotated[EmbeddingSpec, Field(validate_default=True)] = EmbeddingSpec()
     """Engine of the tables."""
     train: TrainSpec = TrainSpec()
     """Length and evaluation."""
@@ -372,7 +372,9 @@ class JobSpec(Spec):
         if not isinstance(data, Mapping):
             return data
         accelerator, model = (data.get(name) for name in ("accelerator", "model"))
-        kind = accelerator.get("kind") if isinstance(accelerator, Mapping) else accelerator
+        kind = (
+            accelerator.get("kind") if isinstance(accelerator, Mapping) else getattr(accelerator, "kind", accelerator)
+        )
         if kind == "tpu":
             data = _filled(data, "compile", {"backend": BACKENDS["tpu"][0]})
             data = _filled(data, "embedding", {"engine": engine_on_tpu(data)})
@@ -466,6 +468,14 @@ class JobSpec(Spec):
             raise PydanticCustomError("between_fields", "torchrec {problem}", said)
         return value
 
+    @field_validator("embedding")
+    @classmethod
+    def _batch_is_shared_out(cls, value: EmbeddingSpec, info: ValidationInfo) -> EmbeddingSpec:
+        said = batch_problem(value.engine, *map(info.data.get, ("compile", "accelerator", "data")))
+        if said is not None:
+            raise PydanticCustomError("between_fields", "{problem}", said)
+        return value
+
     @field_validator("runtime")
     @classmethod
     def _engine_is_divided(cls, value: RuntimeSpec, info: ValidationInfo) -> RuntimeSpec:
@@ -477,7 +487,7 @@ class JobSpec(Spec):
     @field_validator("compile")
     @classmethod
     def _devices_run_it(cls, value: CompileSpec, info: ValidationInfo) -> CompileSpec:
-        if (said := devices_problem(value, *map(info.data.get, ("accelerator", "data")))) is not None:
+        if (said := devices_problem(value, info.data.get("accelerator"))) is not None:
             raise PydanticCustomError("between_fields", "{problem}", said)
         return value
 

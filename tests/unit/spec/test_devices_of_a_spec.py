@@ -9,12 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinstep.platform.scheduler.attempts import resized
-from twinstep.spec.accelerator import CpuSpec
-from twinstep.spec.devices import devices_of
+from twinstep.preflight.changes import changes_for, with_fields
+from twinstep.spec.accelerator import CpuSpec, GpuSpec, TpuSpec
+from twinstep.spec.devices import devices_of, shares_of
+from twinstep.spec.embedding import EmbeddingSpec
 from twinstep.spec.errors import Fault, SpecError
+from twinstep.spec.job import CompileSpec, JobSpec, OptimizersSpec
 from twinstep.spec.parse import validate_spec
+from twinstep.worker.train.tables import cores_of_slice
 
 TPU: dict[str, Any] = {"kind": "tpu", "generation": "v5p", "topology": "2x2x1"}
+SPARSECORE = {"engine": "sparsecore"}
 
 
 def refused(spec: dict[str, Any]) -> Fault:
@@ -37,6 +42,12 @@ def refused(spec: dict[str, Any]) -> Fault:
     ({"accelerator": {**TPU, "topology": "4x4x4", "slices": 1024}, "debug": {"preflight": "warn"},
       "data": {"batch_size": 65535}}, "data.batch_size", "batch_size: 65536"),
     ({"accelerator": {**TPU, "topology": "16x16x24", "slices": 1024}}, "accelerator.slices", "slices: 10"),
+    ({"accelerator": {**TPU, "topology": "16x16x24", "slices": 10}, "embedding": SPARSECORE}, "accelerator.slices",
+     "slices: 2"),
+    ({"accelerator": {**TPU, "topology": "4x4x4"}, "embedding": SPARSECORE, "data": {"batch_size": 64}},
+     "data.batch_size", "batch_size: 256"),
+    ({"accelerator": {"kind": "tpu", "generation": "v7x", "topology": "2x2x1"}, "embedding": SPARSECORE,
+      "data": {"batch_size": 1001}}, "data.batch_size", "batch_size: 1008"),
 ])  # fmt: skip
 def test_what_its_devices_cannot_run_is_no_spec(spec: dict[str, Any], field: str, remedy: str) -> None:
     fault = refused(spec)
@@ -64,6 +75,50 @@ def test_a_batch_that_is_not_given_is_one_that_the_devices_divide(accelerator: A
     kind = "xla" if accelerator != "cpu" and accelerator["kind"] == "cpu" else None
     spec = validate_spec({"name": "a", "accelerator": accelerator, **({"compile": {"backend": kind}} if kind else {})})
     assert spec.data.batch_size == batch
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5p:4x4x4", "v5p:4x4x12", "v6e:2x2", "v6e:8x16", "v7x:2x2x1"])
+def test_sparsecores_have_as_many_samples_each(topology: str) -> None:
+    generation, _, shape = topology.partition(":")
+    asked = {"name": "a", "accelerator": {**TPU, "generation": generation, "topology": shape}, "embedding": SPARSECORE}
+    cores = cores_of_slice(topology).count
+    size = validate_spec(asked).data.batch_size
+    assert size % cores == 0
+    assert size - cores < 32 <= size
+    fault = refused({**asked, "data": {"batch_size": size + cores // 2}})
+    assert (fault.field, fault.remedy) == ("data.batch_size", f"batch_size: {size + cores}")
+    assert f"{cores} SparseCores of {topology}" in fault.problem
+
+
+def test_an_engine_or_a_batch_that_would_make_a_job_fit_is_offered_where_the_sparsecores_divide_it() -> None:
+    tables = {"dataset": "synthetic", "rows": {"item_id": 2**31 - 1}}
+    spec = {"name": "a", "accelerator": {**TPU, "topology": "4x4x4"}, "model": {"embedding_dim": 8}}
+    for engine, size in (("dense", 64), ("ring", 64), ("sparsecore", 65536)):
+        job = validate_spec({**spec, "data": {**tables, "batch_size": size}, "embedding": {"engine": engine}})
+        for change in changes_for(job, lambda changed: changed.data.batch_size):
+            changed = with_fields(job, change.fields)
+            assert changed is not None
+            assert changed.data.batch_size % shares_of(changed.accelerator, changed.embedding.engine) == 0
+            assert change.fields != {"embedding.engine": "sparsecore"}
+    sizes = [change.fields.get("data.batch_size") for change in changes_for(job, fits_few)]
+    assert 1024 in sizes, "multiples of 256, of which the largest that fits"
+
+
+def fits_few(spec: JobSpec) -> int | None:
+    return 1 if spec.data.batch_size <= 1279 else None
+
+
+@pytest.mark.parametrize(("accelerator", "more"), [
+    (CpuSpec(devices=3), {"compile": CompileSpec(backend="xla")}),
+    (TpuSpec(**{**TPU, "topology": "4x4x12"}), {}),
+    (TpuSpec(**{**TPU, "topology": "4x4x4"}), {"embedding": EmbeddingSpec(engine="sparsecore")}),
+    (TpuSpec(**TPU), {"optimizers": OptimizersSpec.model_validate({"sparse": {"kind": "adam"}})}),
+    (TpuSpec(**TPU), {"compile": CompileSpec(backend="xla", strategies=())}),
+    (GpuSpec(kind="gpu", model="h100", count=64), {"embedding": EmbeddingSpec(engine="torchrec")}),
+])  # fmt: skip
+def test_a_spec_of_specs_is_that_of_their_fields(accelerator: Any, more: dict[str, Any]) -> None:
+    plain = {name: each.model_dump(mode="json") for name, each in {"accelerator": accelerator, **more}.items()}
+    assert JobSpec(name="a", accelerator=accelerator, **more) == validate_spec({"name": "a", **plain})
 
 
 def test_a_job_is_not_resized_to_devices_that_cannot_run_it() -> None:

@@ -31,6 +31,7 @@ def engine_of(**more: Any) -> str:
         ({"embedding": {"engine": "dense"}}, "dense"),
         ({"embedding": {"engine": "sparsecore"}}, "sparsecore"),
         ({"accelerator": {"kind": "tpu", "generation": "v6e", "topology": "1x1"}}, "dense"),
+        ({"accelerator": {"kind": "tpu", "generation": "v7x", "topology": "1x1x1"}}, "ring"),
         ({"accelerator": "cpu"}, "dense"),
         ({"accelerator": {"kind": "gpu", "model": "h100", "count": 8}}, "dense"),
     ],
