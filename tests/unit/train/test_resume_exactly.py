@@ -290,6 +290,20 @@ def test_the_best_are_kept_with_their_scores(tmp_path: Path) -> None:
     assert {manifest.step: manifest.scores["auc"] for manifest in found} == {step: scores[step] for step in {best, 12}}
 
 
+def test_a_stop_in_the_last_evaluation_costs_the_last_state_no_scores(tmp_path: Path) -> None:
+    from twinstep.worker.checkpoint.place import open_place
+
+    wanted = {"keep_best": 1, "keep_last": 1}
+    stopped = Run(spec_of(path=tmp_path, checkpoint=wanted), stop_at=12)
+    assert stopped.summary is None
+    assert 12 not in stopped.notes.evals
+    again = Run(spec_of(path=tmp_path, checkpoint=wanted))
+    newest = open_place(tmp_path), max(each.name for each in tmp_path.glob("*-step-12"))
+    assert Reader(*newest).manifest.scores["auc"] == again.notes.evals[12]["eval/auc"]
+    Run(spec_of(path=tmp_path, checkpoint=wanted))
+    assert max(each.name for each in tmp_path.glob("*-step-12")) == newest[1], "once is enough"
+
+
 def test_another_batch_size_goes_on_at_the_exact_sample(tmp_path: Path) -> None:
     Run(spec_of(path=tmp_path), stop_at=6)
     run = Run({**spec_of(path=tmp_path), "data": {**DATA, "batch_size": 8}, "train": {"steps": 7, "eval_batches": 1}})

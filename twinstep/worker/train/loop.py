@@ -253,8 +253,9 @@ class Trainer:
         new, best = self.step > self._first, self.spec.checkpoint.keep_best  # an old last step is saved already
         if new and self.spec.checkpoint.periodic and not best:
             self._save()
+        scored = self._evaluated == self.step  # it is saved with its scores then
         scores = self._evaluate()
-        if new and best and scores is not None:
+        if best and not scored and scores is not None:
             self._save(scores)
         return None if scores is None else self._summary(scores)
 
