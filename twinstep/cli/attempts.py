@@ -61,9 +61,9 @@ def resize(
 
 
 def _ask(verb: str, job_ref: str, *, body: Any = None, as_json: bool, url: str | None, follow: bool = False) -> int:
-    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.cli.client import PlaneClient
 
-    with PlaneClient(environ_url(url)) as plane:
+    with PlaneClient.of(url) as plane:
         job = plane.find(job_ref)
         job = plane.post_once(f"/v1/jobs/{quote(job['id'], safe='')}/{verb}", body)
         if as_json:

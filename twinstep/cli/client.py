@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -65,13 +65,39 @@ def find_url(given: str | None, environ: Mapping[str, str]) -> str:
     return url.rstrip("/")
 
 
+def is_here(url: str, environ: Mapping[str, str]) -> bool:
+    """Say whether an address is that of this machine's control plane: the one in DATA_DIR/server.json, if it lives.
+
+    That it is a loopback address does not say so: a tunnel to another machine has one too.
+    """
+    from twinstep.platform.settings import is_loopback
+
+    try:
+        written, asked = urlsplit(_written_url(environ) or ""), urlsplit(url)
+        if not all(is_loopback(each.hostname or "") for each in (written, asked)) or written.port != asked.port:
+            return False
+        pid = int(_written(environ, "pid") or 0)
+        if pid > 0:
+            os.kill(pid, 0)
+    except PermissionError:  # another user's process
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return pid > 0
+
+
 def _written_url(environ: Mapping[str, str]) -> str | None:
     """Return the address in DATA_DIR/server.json, None where there is none that can be read."""
+    return _written(environ, "url")
+
+
+def _written(environ: Mapping[str, str], key: str) -> str | None:
+    """Return what DATA_DIR/server.json has under `key`, None where there is none that can be read."""
     from twinstep.platform.settings import default_data_dir
 
     try:
         data = json.loads(Path(default_data_dir(environ), "server.json").read_bytes())
-        return str(data["url"])
+        return str(data[key])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -92,9 +118,13 @@ def _looked_in(url: str, environ: Mapping[str, str]) -> tuple[Path, bool] | None
 class PlaneClient:
     """One control plane over HTTP. Use it as a context manager."""
 
-    def __init__(self, url: str, *, token: str | None = None) -> None:
-        """`token` is what to show; None: the one that is found for the address, if any."""
+    def __init__(self, url: str, *, token: str | None = None, found: bool = False) -> None:
+        """`token` is what to show; None: the one that is found for the address, if any.
+
+        `found`: the address was looked for, and not given by the user.
+        """
         self.url = url
+        self._found = found
         token = token or find_token(url, os.environ)
         # No proxy from the environment: a control plane on loopback is not the proxy's. No redirect: a token is for
         # the address it was found for.
@@ -105,6 +135,11 @@ class PlaneClient:
             follow_redirects=False,
             headers={"Authorization": f"Bearer {token}"} if token else None,
         )
+
+    @classmethod
+    def of(cls, given: str | None) -> Self:
+        """Return the control plane at the address that is given, or found; raises as `find_url` does."""
+        return cls(environ_url(given), found=not given)
 
     def __enter__(self) -> Self:
         return self
@@ -247,7 +282,7 @@ class PlaneClient:
 
     def _unreachable(self, error: Exception) -> UnreachableError:
         detail = " ".join(str(error).split()) or type(error).__name__
-        if (looked := _looked_in(self.url, os.environ)) is not None:
+        if self._found and (looked := _looked_in(self.url, os.environ)) is not None:
             directory, named = looked
             why = f"which its server.json names, does not answer: {detail}"
             if not named:

@@ -142,11 +142,11 @@ def _place(source: str, url: str | None) -> str:
     """
     if "/" in source or Path(source).exists():
         return source
-    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.cli.client import PlaneClient
     from twinstep.platform.scheduler.local import checkpoint_place
     from twinstep.platform.settings import default_data_dir
 
-    with PlaneClient(environ_url(url)) as plane:
+    with PlaneClient.of(url) as plane:
         job: dict[str, Any] = plane.find(source)
     wanted = (job["spec"].get("checkpoint") or {}).get("path")
     place = checkpoint_place(default_data_dir(os.environ), job["id"], wanted)

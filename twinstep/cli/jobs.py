@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import sys
 import time
@@ -10,7 +11,6 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 def _jobs(incomplete: str) -> list[str]:
     """Return names of jobs, or ids, that begin so, for a shell to complete; none where no control plane answers."""
-    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.cli.client import PlaneClient
     from twinstep.spec.errors import TwinstepError
 
     try:
-        with PlaneClient(environ_url(None)) as plane:
+        with PlaneClient.of(None) as plane:
             jobs = list(islice(plane.jobs(limit=COMPLETED), COMPLETED))
     except TwinstepError:
         return []
@@ -79,13 +79,12 @@ def submit(
     url: UrlOpt = None,
 ) -> int:
     """Hand a job spec to the control plane, and watch it with --follow. Its relative paths lead from here."""
-    from twinstep.cli.client import PlaneClient, environ_url
-    from twinstep.platform.settings import is_loopback
+    from twinstep.cli.client import PlaneClient, is_here
     from twinstep.spec.paths import with_whole_paths
 
     spec = read_spec(spec_path)
-    with PlaneClient(environ_url(url)) as plane:
-        if spec.accelerator.kind == "cpu" and is_loopback(urlsplit(plane.url).hostname or ""):  # runs on this machine
+    with PlaneClient.of(url) as plane:
+        if spec.accelerator.kind == "cpu" and is_here(plane.url, os.environ):
             spec = with_whole_paths(spec, str(Path.cwd()))
         job = plane.submit(spec.model_dump(mode="json"), project=project)
         page = f"{plane.url}/jobs/{job['id']}"
@@ -110,9 +109,9 @@ def ls(
     url: UrlOpt = None,
 ) -> int:
     """List jobs, newest first."""
-    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.cli.client import PlaneClient
 
-    with PlaneClient(environ_url(url)) as plane:
+    with PlaneClient.of(url) as plane:
         jobs = list(islice(plane.jobs(state=state.value if state else None, project=project, limit=limit), limit))
         if project is not None and not jobs:
             plane.check_project(project)
@@ -146,9 +145,9 @@ def ls(
 
 def get(job_ref: JobArg, as_json: JsonOpt = False, url: UrlOpt = None) -> int:
     """Show one job: state, run, progress, and the summary once it has ended."""
-    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.cli.client import PlaneClient
 
-    with PlaneClient(environ_url(url)) as plane:
+    with PlaneClient.of(url) as plane:
         job = plane.find(job_ref)
         page = f"{plane.url}/jobs/{job['id']}"
         runs = plane.runs(job["id"])
@@ -255,11 +254,11 @@ def logs(
     url: UrlOpt = None,
 ) -> int:
     """Print the log of a job's newest run; of several hosts, each line with its slice and host."""
-    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.cli.client import PlaneClient
     from twinstep.cli.follow import Whose, left_alone, log_text
 
     whose = Whose(slice=of_slice, host=host, restart=restart)
-    with PlaneClient(environ_url(url)) as plane:
+    with PlaneClient.of(url) as plane:
         job = plane.find(job_ref)
         run_id = None if attempt is None else _run_of(plane, job["id"], attempt)
         follow = follow and run_id in (None, job["run_id"])  # an earlier attempt has nothing more to say
@@ -287,9 +286,9 @@ def why(job_ref: JobArg, as_json: JsonOpt = False, url: UrlOpt = None) -> int:
     """Say why a job waits or has failed, and what to do about it."""
     from urllib.parse import quote
 
-    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.cli.client import PlaneClient
 
-    with PlaneClient(environ_url(url)) as plane:
+    with PlaneClient.of(url) as plane:
         job = plane.find(job_ref)
         found = plane.get(f"/v1/jobs/{quote(job['id'], safe='')}/explain")
     if as_json:
@@ -307,9 +306,9 @@ def cancel(job_ref: JobArg, as_json: JsonOpt = False, url: UrlOpt = None) -> int
     """Ask for a job to stop."""
     from urllib.parse import quote
 
-    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.cli.client import PlaneClient
 
-    with PlaneClient(environ_url(url)) as plane:
+    with PlaneClient.of(url) as plane:
         job = plane.find(job_ref)
         job = plane.post(f"/v1/jobs/{quote(job['id'], safe='')}/cancel")
     if as_json:

@@ -297,9 +297,9 @@ def _ask(
     body: Mapping[str, Any] | None = None,
     params: Mapping[str, Any] | None = None,
 ) -> Any:
-    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.cli.client import PlaneClient
 
-    with PlaneClient(environ_url(url)) as plane:
+    with PlaneClient.of(url) as plane:
         return plane.ask(method, path, body=body, params=params)
 
 

@@ -34,9 +34,9 @@ def add(
     url: UrlOpt = None,
 ) -> int:
     """Make a webhook and print its secret, which is not shown again."""
-    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.cli.client import PlaneClient
 
-    with PlaneClient(environ_url(url)) as plane:
+    with PlaneClient.of(url) as plane:
         made = plane.post("/v1/webhooks", {"url": address, "types": types or []})
     if as_json:
         print_json(made)
@@ -47,9 +47,9 @@ def add(
 
 def ls(as_json: JsonOpt = False, url: UrlOpt = None) -> int:
     """List webhooks, what waits for them and what is wrong with them."""
-    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.cli.client import PlaneClient
 
-    with PlaneClient(environ_url(url)) as plane:
+    with PlaneClient.of(url) as plane:
         hooks = plane.get("/v1/webhooks")["items"]
     if as_json:
         print_json({"webhooks": hooks})
@@ -74,9 +74,9 @@ def rm(
     url: UrlOpt = None,
 ) -> int:
     """Delete a webhook; it is told nothing any more."""
-    from twinstep.cli.client import PlaneClient, environ_url
+    from twinstep.cli.client import PlaneClient
 
-    with PlaneClient(environ_url(url)) as plane:
+    with PlaneClient.of(url) as plane:
         plane.delete(f"/v1/webhooks/{quote(webhook, safe='')}")
     if as_json:
         print_json({"deleted": webhook})

@@ -215,6 +215,8 @@ def test_a_control_plane_that_is_not_there_is_looked_for_by_its_directory(
     assert f"no control plane is running on {tmp_path}: {NOWHERE}" in err
     assert says in err
     assert f"twinstep up --data-dir {tmp_path}" in err
+    assert run(["ls", "--url", NOWHERE]) == 1  # who gives an address did not look for a directory
+    assert str(tmp_path) not in capsys.readouterr().err
     monkeypatch.setenv("TWINSTEP_URL", NOWHERE)
     assert run(["ls"]) == 1
     assert str(tmp_path) not in capsys.readouterr().err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -64,10 +66,56 @@ def spec_file(folder: Path, **more: Any) -> Path:
     return path
 
 
+def runs_here(monkeypatch: pytest.MonkeyPatch, folder: Path, written: dict[str, Any] | None) -> None:
+    """Let the data directory's server.json say what is written; None: there is none."""
+    (folder / "data").mkdir()
+    monkeypatch.setenv("TWINSTEP_DATA_DIR", str(folder / "data"))
+    if written is not None:
+        (folder / "data" / "server.json").write_text(json.dumps(written))
+
+
+def ended_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        None,
+        {},
+        {"pid": 1},
+        {"url": "http://127.0.0.1:9", "pid": 1},
+        {"url": "http://127.0.0.1:x", "pid": 1},
+        {"url": "http://[", "pid": 1},
+        *({"url": "", "pid": pid} for pid in ("ended", "x", None, 0, -1, 10**30)),
+    ],
+)
+def test_a_tunnel_to_another_machine_is_not_this_one(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, written: dict[str, Any] | None
+) -> None:
+    """Its address is a loopback one, and the user's folders are not there."""
+    monkeypatch.chdir(tmp_path)
+    if written and written.get("url") == "":
+        written = {"url": url, "pid": ended_pid() if written["pid"] == "ended" else written["pid"]}
+    runs_here(monkeypatch, tmp_path, written)
+    assert jobs.submit(str(spec_file(tmp_path, data=DATA)), url=url) == 0
+    assert Taking.taken[-1]["data"]["path"] == "ml-1m", "which its control plane refuses"
+
+
+def test_a_loopback_address_may_be_written_otherwise(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs_here(monkeypatch, tmp_path, {"url": url, "pid": os.getpid()})
+    assert jobs.submit(str(spec_file(tmp_path, data=DATA)), url=url.replace("127.0.0.1", "localhost") + "/") == 0
+    assert Taking.taken[-1]["data"]["path"] == str(tmp_path / "ml-1m")
+
+
 def test_a_submit_makes_paths_whole_from_where_its_user_is(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    runs_here(monkeypatch, tmp_path, {"url": url, "pid": os.getpid()})
     spec = spec_file(tmp_path, data={**DATA, "path": "../ml-1m"}, checkpoint={"path": "kept"})
     assert jobs.submit(str(spec), url=url) == 0
     (taken,) = Taking.taken
