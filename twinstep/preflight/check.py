@@ -103,16 +103,27 @@ def _of(problem: Problem, changes: tuple[Change, ...]) -> tuple[Change, ...]:
 
 
 def judged(spec: JobSpec, found: Modelled) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
-    """Return what speaks against a spec, the first cause first, and what may: of that nothing was measured."""
+    """Return what speaks against a spec, the first cause first, and what may: of that too little was measured."""
     certain = _engine(spec)
     memory = _memory(spec, found)
-    if found.where.kind == "tpu" and spec.embedding.engine in MEASURED:
+    if _is_sure(spec, found):
         return (*certain, *memory), ()
     return tuple(certain), (*memory, *_hosts(spec, found))
 
 
-MEASURED = ("dense", "ring")
-"""Engines whose memory on TPUs was held to the compiler's reports: what does not fit by it is refused."""
+def _is_sure(spec: JobSpec, found: Modelled) -> bool:
+    """Return whether a step takes too much of a TPU even where the model is as wrong as it may be."""
+    limit, margin = found.where.memory, MARGINS.get(spec.embedding.engine)
+    if found.where.kind != "tpu" or limit is None or margin is None:
+        return False
+    return found.memory.of(*STATE) > limit or found.memory.total > limit * margin
+
+
+MARGINS = {"dense": 1.0, "ring": 1.5}
+"""Engines whose memory on TPUs was held to the compiler's reports, and how many times a device's memory a step has to
+take for a refusal. Rings were held to one report: their margin is meant to be more than the model's error."""
+STATE = ("dense parameters", "dense optimizer", "tables", "table optimizer")
+"""Parts that follow from the spec exactly."""
 
 
 def _engine(spec: JobSpec) -> list[Problem]:
@@ -232,7 +243,7 @@ def _notes(spec: JobSpec, found: Modelled) -> tuple[str, ...]:
             "spares that"
         )
     if found.where.kind == "tpu" and spec.embedding.engine == "sparsecore":
-        notes.append("memory of the SparseCore engine was held to one report alone; --aot asks the compiler")
+        notes.append("memory of the SparseCore engine was held to the compiler's word on few specs; --aot asks it")
     if found.where.kind == "gpu":
         notes.append("memory on GPUs is counted, and was held to no measurement")
     return tuple(notes)

@@ -84,7 +84,7 @@ class Preflight:
     problems: tuple[Problem, ...]
     """Why it cannot run; none: it fits, as far as is known."""
     warnings: tuple[Problem, ...]
-    """What may not fit, by a model that was held to no measurement there: it is not refused."""
+    """What may not fit, by a model that was held to too few measurements there: it is not refused."""
     changes: tuple[Change, ...]
     """What would make it fit, warnings too, nearest first."""
     notes: tuple[str, ...]

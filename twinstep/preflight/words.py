@@ -48,7 +48,7 @@ def as_text(found: Preflight) -> str:
 def _verdict(found: Preflight) -> str:
     if found.limit is None:
         return "not held against a limit: a job on processors has its host's memory"
-    return "not refused: this memory was held to no measurement" if found.warnings else "fits"
+    return "not refused: this memory was held to few measurements or none" if found.warnings else "fits"
 
 
 def _roofs(step: StepTime) -> list[tuple[str, str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from typing import Any
 
 import pytest
@@ -157,6 +158,38 @@ def test_what_was_held_to_no_measurement_is_warned_of_and_not_refused(spec: JobS
         changed = with_fields(spec, change.fields)
         assert changed is not None
         assert not preflight(changed).warnings
+
+
+def ringed(*, rows: int = 1000, share: float = 1.0) -> JobSpec:
+    """A ring whose step takes about `share` of what a device has, most of it values."""
+    limit = preflight(job()).limit
+    assert limit is not None
+    sizes = range(4, 65537, 64)
+    plain = {"compile": {"strategies": ["sparse_embedding"]}, "embedding": {"engine": "ring"}}
+    size = sizes[bisect_left(sizes, share * limit, key=lambda size: preflight(job(batch=size, **plain)).hbm)]
+    return job(rows=rows, batch=size, **plain)
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0.9, False), (1.1, False), (1.4, False), (1.6, True)])
+def test_a_ring_is_refused_where_more_than_the_models_error_is_missing(share: float, refused: bool) -> None:
+    spec = ringed(share=share)
+    found = preflight(spec)
+    assert found.fits is not refused
+    assert bool(found.warnings) == (1 < share < 1.5)
+    if refused:
+        with pytest.raises(SpecError):
+            check_fits(spec)
+    else:
+        assert check_fits(spec) == found.warnings
+    assert bool(found.changes) == (share > 1)
+
+
+def test_tables_that_no_ring_holds_are_refused() -> None:
+    spec = job(rows=770_000_000, embedding={"engine": "ring"}, model={"embedding_dim": 128})
+    found = preflight(spec)
+    assert found.limit is not None
+    assert found.limit < found.hbm < 1.5 * found.limit
+    assert not found.fits
 
 
 def test_hosts_that_keep_whole_tables_for_every_process_are_warned_of() -> None:

@@ -5,10 +5,13 @@ The reports are libtpu 0.0.42.1's, of the whole step; `scripts/bench preflight` 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import tpu_slices
 from bench.preflight import Case, dlrm
 from twinstep.preflight.check import preflight
 
@@ -39,6 +42,16 @@ HISTORIES: dict[str, Any] = {
 def test_the_model_is_never_under_the_compilers_report_and_little_over(spec: dict[str, Any], peak: float) -> None:
     told = preflight(Case(name="t", topology="v5p:2x2x1", spec=spec).job()).hbm / MIB
     assert 0 <= told / peak - 1 <= 0.15
+
+
+REPORTS = Path(__file__).parents[3] / "bench/results/tpu"
+KEPT = [case for case in tpu_slices.GRID if case.engine == "sparsecore" and (REPORTS / f"{case.name}.json").exists()]
+
+
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: case.name)
+def test_the_model_is_never_under_a_kept_report_and_over_by_what_a_program_may_be(case: tpu_slices.SliceCase) -> None:
+    peak = json.loads((REPORTS / f"{case.name}.json").read_text())["hbm"]["peak"]
+    assert 0 <= preflight(case.job()).hbm - peak <= 100 * MIB
 
 
 def test_a_bag_is_one_sample_to_a_sparse_core() -> None:
