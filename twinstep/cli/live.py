@@ -5,6 +5,7 @@ Views are told what a job's stream says; they ask nobody.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -81,7 +82,7 @@ class PlainView(_View):
 
     def __init__(self) -> None:
         self._said_at, self._said = 0.0, ""
-        self._waiting = Waiting(self.say)
+        self._waiting = Waiting(self._say_aside)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._waiting.end()
@@ -89,6 +90,11 @@ class PlainView(_View):
     def say(self, line: str) -> None:
         """Print a line at once."""
         print(clean(line), flush=True)
+
+    def _say_aside(self, line: str) -> None:
+        """Print a line from the thread that waits; where nobody reads it, the watching ends with its own next line."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it was closed
+            self.say(line)
 
     def progress(self, job: Mapping[str, Any]) -> None:
         """Print where the job is when its phase changes, and every few seconds of training."""

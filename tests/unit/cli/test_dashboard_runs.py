@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from twinstep.platform.dashboard.actions import ACTIONS, possible
 from twinstep.platform.dashboard.hosts import MAX_CELLS, Grid, grid, shape_of
 from twinstep.platform.dashboard.queues import HERE, NO_QUEUE, queue_view
-from twinstep.platform.dashboard.run_parts import difference
+from twinstep.platform.dashboard.run_parts import MAX_WARNINGS, difference, warning_lines
 from twinstep.platform.dashboard.timeline import Stretch, stretches, totals
 from twinstep.platform.dashboard.views import EventLine, JobLine, JobWithRuns, RunLine
 from twinstep.platform.store.records import HostHeard, Job, Run
@@ -32,6 +32,14 @@ def move(time: float, to: str, run_id: str = "run-1") -> EventLine:
 
 def compiled(time: float, seconds: Any) -> EventLine:
     return EventLine(time=time, name="compiled", reason="", run_id="run-1", data={"seconds": seconds})
+
+
+@pytest.mark.parametrize("count", [0, 1, MAX_WARNINGS, MAX_WARNINGS + 1, 2000])
+def test_every_warning_is_shown_or_counted(count: int) -> None:
+    warnings = [f"warning {each}" for each in range(count)]
+    lines, left = warning_lines(warnings), count - MAX_WARNINGS
+    assert lines[:MAX_WARNINGS] == warnings[:MAX_WARNINGS]
+    assert lines[MAX_WARNINGS:] == ([f"and {left:,} more; see the events"] if left > 0 else [])
 
 
 def test_a_runs_time_is_told_state_by_state_with_compiling_apart() -> None:

@@ -37,7 +37,7 @@ class _Plane:
 def test_suspend_says_what_was_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, said: str
 ) -> None:
-    monkeypatch.setattr(client, "PlaneClient", _Plane)
+    monkeypatch.setattr(client.PlaneClient, "of", _Plane)
     monkeypatch.setattr(_Plane, "state", state)
     assert attempts.suspend("a") == 0
     assert capsys.readouterr().out == f"a (job-1), attempt 1 {said}\n"

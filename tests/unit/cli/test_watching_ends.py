@@ -41,7 +41,7 @@ def test_ctrl_c_says_that_the_job_goes_on_and_how(
 ) -> None:
     plane = Plane()
     monkeypatch.setattr(follow, "messages", interrupted)
-    monkeypatch.setattr("twinstep.cli.client.PlaneClient", lambda _: plane)
+    monkeypatch.setattr("twinstep.cli.client.PlaneClient.of", lambda _: plane)
     with pytest.raises(typer.Exit) as ended:
         watch(plane)
     assert ended.value.exit_code == 130

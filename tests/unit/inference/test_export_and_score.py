@@ -335,7 +335,7 @@ class _Plane:
 
 def test_a_jobs_checkpoints_are_looked_for_where_they_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWINSTEP_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr("twinstep.cli.client.PlaneClient", _Plane)
+    monkeypatch.setattr("twinstep.cli.client.PlaneClient.of", _Plane)
     assert _place("stored", _Plane.url) == "s3://bucket/runs/job-7"
     with pytest.raises(NotFoundError, match="no checkpoints of job-7 in") as told:
         _place("mine", _Plane.url)

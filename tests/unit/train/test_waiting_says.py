@@ -59,6 +59,28 @@ def test_a_follower_without_a_terminal_is_told_too(capsys: pytest.CaptureFixture
         wait_until(none_waits)
 
 
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError("no space is left"), ValueError("it was closed")])
+def test_a_reader_that_went_is_noticed_by_the_follower_itself_and_not_by_what_waits(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    lines, died = list[str](), list[object]()
+
+    def write(line: str, **_: object) -> None:
+        lines.append(line)
+        if len(lines) > 1:
+            raise error
+
+    monkeypatch.setattr("builtins.print", write)
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    with PlainView() as view:
+        view.progress({"progress": {"phase": "compiling", "step": 0, "total_steps": 9}})
+        wait_until(lambda: len(lines) > 2)
+        with pytest.raises(type(error)):
+            view.say("training")
+    wait_until(none_waits)
+    assert died == []
+
+
 def test_nobody_looks_and_nothing_waits() -> None:
     view = ProgressView(None, 10)
     view.compiling("first compile")

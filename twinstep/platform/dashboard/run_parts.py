@@ -50,6 +50,13 @@ class Why:
                 theme.text(cut(words.printable(line), 400))
 
 
+def warning_lines(warnings: Sequence[str]) -> list[str]:
+    """Return what is shown of warnings: the first ones, and how many more there are."""
+    lines = [cut(words.printable(each), 400) for each in warnings[:MAX_WARNINGS]]
+    more = len(warnings) - len(lines)
+    return [*lines, f"and {more:,} more; see the events"] if more else lines
+
+
 class Warned:
     """What speaks against a run that was let through: on its page from the moment it was submitted."""
 
@@ -63,8 +70,8 @@ class Warned:
         theme.show(self.box, bool(warnings))
         self.lines.clear()
         with self.lines:
-            for warning in warnings[:MAX_WARNINGS]:
-                theme.text(cut(words.printable(warning), 400))
+            for line in warning_lines(warnings):
+                theme.text(line)
 
 
 class Timeline:
