@@ -51,7 +51,7 @@ def train(
     if count > 1:
         return run_divided(spec, processes=count, as_json=as_json)
     try:
-        summary = run_spec(spec, console=screen, quiet=as_json)
+        summary = run_spec(spec, console=screen, quiet=as_json, ends_process=True)
     except ModuleNotFoundError as error:  # torch and the rest are imported inside
         raise needs_worker("training", error) from None
     if not is_first():  # rank 0 says it for all

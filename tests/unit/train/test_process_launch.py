@@ -25,9 +25,9 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{code}"]
 
 
-def launcher(code: str) -> list[str]:
+def launcher(code: str, *more: str) -> list[str]:
     """Return the command of a process that launches two."""
-    call = f"launch({python(code)!r}, 2, patience=0.1)"
+    call = f"launch({', '.join((repr(python(code)), '2', 'patience=0.1', *more))})"
     return [sys.executable, "-c", f"import sys; from twinstep.worker.train.launch import launch; sys.exit({call})"]
 
 
@@ -123,6 +123,24 @@ time.sleep(600)
         process.terminate()
         assert process.wait(LIMIT) == 75
     assert sorted(each.name for each in tmp_path.glob("stopped*")) == ["stopped0", "stopped1"]
+
+
+def test_no_signal_changes_the_exit_code_of_a_process_that_ends_with_its_ranks(tmp_path: Path) -> None:
+    code = f"""
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+open(f'{tmp_path}/up{{rank}}', 'w').close()
+time.sleep(0.2)
+sys.exit(75)
+"""
+    with in_a_group(launcher(code, "ends_process=True")) as process:
+        wait_for(tmp_path / "up0", tmp_path / "up1")
+        deadline = time.monotonic() + LIMIT
+        while process.poll() is None and time.monotonic() < deadline:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                process.send_signal(number)
+            time.sleep(0.001)
+        assert process.wait(LIMIT) == 75
 
 
 def test_a_signal_that_comes_before_all_are_started_reaches_all(tmp_path: Path) -> None:

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 _RUN, _JAX = "twinstep.worker.train.run", "twinstep.worker.compile.lower.xla"
 
 
-def run_spec(spec: JobSpec, *, console: Console | None = None, quiet: bool = False) -> RunSummary:
+def run_spec(
+    spec: JobSpec, *, console: Console | None = None, quiet: bool = False, ends_process: bool = False
+) -> RunSummary:
     """Train `spec` in this process, report where the environment says so, and return the summary.
 
     Args:
         console: where progress is drawn; None draws nothing.
         quiet: no progress, even with a console.
+        ends_process: the process ends with this run: SIGTERM changes nothing more once the run has ended.
 
     Raises:
         TwinstepError: the spec asks for what is not here, data is missing, the step cannot be compiled, or the loss
@@ -48,7 +51,7 @@ def run_spec(spec: JobSpec, *, console: Console | None = None, quiet: bool = Fal
 
         if with_jax:
             importlib.import_module(_JAX)  # which the run would import anyway
-    return run(spec, console=None if quiet else console)
+    return run(spec, console=None if quiet else console, ends_process=ends_process)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     patience: float = PATIENCE,
     say: Callable[[str], None] = lambda text: None,
+    ends_process: bool = False,
 ) -> int:
     """Run `command` as so many ranks and return the exit code of all: 0, or the first failure's.
 
@@ -48,8 +49,9 @@ def launch(
         environment: of the processes, without the variables of `ranks.py`; None: this process's.
         patience: seconds that the rest has, after a failure, to end by itself, and then to end when it is asked to.
         say: is told which process failed first.
+        ends_process: this process ends then, with an exit code that no signal is to change any more.
     """
-    with keep_port(LOOPBACK) as held, _Processes() as started, _forwarding(started.ask):
+    with keep_port(LOOPBACK) as held, _Processes() as started, _forwarding(started.ask, ends_process=ends_process):
         port = held.getsockname()[1]
         for rank in range(processes):
             ranks = Ranks(rank=rank, size=processes, local=rank, on_host=processes, address=LOOPBACK, port=port)
@@ -75,7 +77,7 @@ def launch_spec(spec: JobSpec, *, processes: int, as_json: bool) -> int:
         file.write(spec.model_dump_json())
         file.flush()
         command = [sys.executable, "-m", "twinstep", "train", file.name, *(["--json"] if as_json else [])]
-        return launch(command, processes, say=_say_aside)
+        return launch(command, processes, say=_say_aside, ends_process=True)
 
 
 def _say_aside(text: str) -> None:
@@ -179,7 +181,7 @@ def _held_back() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forwarding(send: Callable[[int], None]) -> Iterator[None]:
+def _forwarding(send: Callable[[int], None], *, ends_process: bool) -> Iterator[None]:
     def pass_on(number: int, frame: FrameType | None) -> None:
         send(number)
 
@@ -188,7 +190,7 @@ def _forwarding(send: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ends_process else handler)
 
 
 def keep_port(host: str) -> socket.socket:

@@ -33,7 +33,7 @@ from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
 from twinstep.worker.train.versions import software_versions
 
 
-def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
+def run(spec: JobSpec, *, console: Console | None, ends_process: bool = False) -> RunSummary:
     """Train `spec` from its data to its summary; see `run_spec`."""
     together = processes(spec)
     context = RunContext.from_environment() if together.first else None
@@ -67,8 +67,9 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
         stop.end_between_steps()  # a second SIGTERM must not cut the report of the end short
         together.tell_failure(error)
         if isinstance(error, PeerLost) and stop.asked:  # the other one was told to stop too, and did so sooner
-            _report_end(reporter, SystemExit(), steps)
-            sys.exit(_stopped(spec, stop))
+            code = _stopped(spec, stop)
+            _report_end(reporter, SystemExit(code), steps)
+            sys.exit(code)
         if _out_of_memory(error):
             does_not_fit = TrainError(
                 "the run does not fit in this machine's memory",
@@ -86,7 +87,7 @@ def run(spec: JobSpec, *, console: Console | None) -> RunSummary:
                 reporter.close()
             finally:
                 flush_output()
-                stop.listen_no_more()
+                stop.listen_no_more(ends_process=ends_process)
 
 
 def processes(spec: JobSpec) -> Together:

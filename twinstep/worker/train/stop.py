@@ -43,10 +43,18 @@ class StopSignal:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_signal)
 
-    def listen_no_more(self) -> None:
-        """Leave signals to whoever had them."""
+    def listen_no_more(self, *, ends_process: bool = False) -> None:
+        """Leave signals to whoever had them, unless that was no Python code.
+
+        Args:
+            ends_process: the process ends with its run, by now with an exit code that SIGTERM must not change any more.
+        """
         while self._before:
-            signal.signal(*self._before.popitem())
+            number, handler = self._before.popitem()
+            if ends_process and number == signal.SIGTERM:
+                handler = signal.SIG_IGN
+            if handler is not None:
+                signal.signal(number, handler)
 
     def exit_code(self, code: int) -> int:
         """Return the exit code of a run that was told to stop: 130 after Ctrl-C, else `code`."""

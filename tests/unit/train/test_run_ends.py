@@ -1,0 +1,91 @@
+"""How a run ends in a process that lives on, and in one that ends with it: signals, exit codes, words."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from twinstep.spec.parse import validate_spec
+from twinstep.worker.train import run as run_module
+from twinstep.worker.train import run_spec
+from twinstep.worker.train.group import PeerLost
+from twinstep.worker.train.processes import Process, Together
+from twinstep.worker.train.stop import StopSignal
+
+
+class Told:
+    """A reporter that keeps events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def event(self, name: str, reason: str, data: Any = None) -> None:
+        self.events.append((name, reason))
+
+    def metric(self, *_: Any) -> None:
+        pass
+
+    def progress(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def result(self, summary: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    reporter = Told()
+    monkeypatch.setattr(run_module, "make_reporter", lambda context: reporter)
+    return reporter
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("ends_process", [False, True])
+def test_a_signal_after_the_end_of_a_run_is_the_callers_unless_the_process_ends_too(
+    signals: None, ends_process: bool
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopSignal()
+    stop.listen()
+    stop.listen_no_more(ends_process=ends_process)
+    assert signal.getsignal(signal.SIGTERM) == (signal.SIG_IGN if ends_process else before)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_that_was_no_python_code_is_not_given_back(signals: None) -> None:
+    stop = StopSignal()
+    stop.listen()
+    stop._before[signal.SIGTERM] = None  # what `signal.signal` returns then, and does not take
+    stop.listen_no_more()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "how"), [(signal.SIGINT, 130, "from the keyboard"), (signal.SIGTERM, 143, "by SIGTERM")]
+)
+def test_a_run_that_was_told_to_stop_and_whose_peer_left_sooner_says_what_told_it(
+    monkeypatch: pytest.MonkeyPatch, told: Told, signals: None, number: int, code: int, how: str
+) -> None:
+    class Left(Together):
+        def join(self) -> None:
+            signal.raise_signal(number)
+            raise PeerLost("process 1 is gone", remedy="see its log")
+
+    monkeypatch.setattr(run_module, "processes", lambda spec: Left(Process()))
+    with pytest.raises(SystemExit) as ended:
+        run_spec(validate_spec({"name": "t", "compile": {"backend": "eager"}, "data": {"dataset": "synthetic"}}))
+    assert ended.value.code == code
+    assert told.events[-1] == ("stopped", f"stopped {how} after step 0")
