@@ -49,8 +49,9 @@ def run_spec(
     with _without_collecting(_RUN, *([_JAX] if with_jax else [])):
         from twinstep.worker.train.run import run
 
-        if with_jax:
-            importlib.import_module(_JAX)  # which the run would import anyway
+        if with_jax:  # which the run imports anyway: where it does not load, the run says so, and reports its end
+            with contextlib.suppress(Exception):
+                importlib.import_module(_JAX)
     return run(spec, console=None if quiet else console, ends_process=ends_process)
 
 
