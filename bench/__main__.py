@@ -36,6 +36,8 @@ class Bench:
     """One line for --help."""
     keeps: bool = False
     """Whether it takes `--keep`."""
+    parts: bool = False
+    """Whether it takes `--only`."""
 
 
 BENCHES = {
@@ -44,7 +46,9 @@ BENCHES = {
     "depth": Bench("bench.depth", "compiling DLRMv3's step with 2 to 20 layers, folded into one and not"),
     "attention": Bench("bench.attention", "HSTU attention on uneven rows: the jagged operator over padded dense"),
     "tpu": Bench(
-        "bench.tpu", "train steps compiled for TPU slices by the TPU compiler: seconds, memory, traffic, overlap"
+        "bench.tpu",
+        "train steps compiled for TPU slices by the TPU compiler: seconds, memory, traffic, overlap",
+        parts=True,
     ),
     "preflight": Bench("bench.preflight", "a device's memory: the analytic model against the TPU compiler's report"),
     "sparse": Bench("bench.sparse", "a table of 1,000,000 × 64 by Adagrad: eager, its sparse gradients, ours"),
@@ -64,6 +68,9 @@ BENCHES = {
     ),
 }
 
+OPTIONS = {"keep": ("keeps", "keeps nothing between calls"), "only": ("parts", "has no parts that run alone")}
+"""Options of some benchmarks: the field of those that take one, and what is said of the others."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0, 1 failed, 2 wrong usage, 130 interrupted."""
@@ -74,14 +81,18 @@ def main(argv: Sequence[str]) -> int:
         print(f"bench: there is no benchmark named {options.name!r}", file=sys.stderr)
         print(f"fix: did you mean {near[0]!r}? there are: {', '.join(names)}", file=sys.stderr)
         return EXIT_USAGE
-    if options.keep is not None and not (options.name in BENCHES and BENCHES[options.name].keeps):
-        able = ", ".join(name for name, bench in BENCHES.items() if bench.keeps)
-        print(f"bench: {options.name} keeps nothing between calls\nfix: leave --keep out; {able} does", file=sys.stderr)
-        return EXIT_USAGE
+    asked = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
+    for option in asked:
+        field, problem = OPTIONS[option]
+        able = [name for name, bench in BENCHES.items() if getattr(bench, field)]
+        if options.name not in able:
+            fix = f"leave --{option} out; {', '.join(able)} does"
+            print(f"bench: {options.name} {problem}\nfix: {fix}", file=sys.stderr)
+            return EXIT_USAGE
     try:
         if options.name == ALL:
             return run_all(as_json=options.json)
-        return run_one(options.name, as_json=options.json, keep=options.keep)
+        return run_one(options.name, as_json=options.json, **asked)
     except TwinstepError as error:
         print(f"bench: {error.problem}\nfix: {error.remedy}", file=sys.stderr)
         return EXIT_FAILED
@@ -103,11 +114,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("name", metavar="NAME", help="a benchmark from the list below")
     made.add_argument("--json", action="store_true", help="end with one JSON line")
     made.add_argument("--keep", type=Path, metavar="DIRECTORY", help="keep what is done there, and go on from it")
+    made.add_argument("--only", metavar="PATTERN", help="run such parts alone, 'v5p-*-ring'; others stay as kept")
     return made
 
 
-def run_one(name: str, *, as_json: bool, keep: Path | None = None) -> int:
+def run_one(name: str, *, as_json: bool, **asked: Any) -> int:
     """Run one benchmark here; 1 if its sides did not do the same work.
+
+    Args:
+        asked: options that the benchmark takes.
 
     Raises:
         TwinstepError: it cannot be run.
@@ -118,7 +133,7 @@ def run_one(name: str, *, as_json: bool, keep: Path | None = None) -> int:
     def say(text: str) -> None:
         errors.print(f"{name}: {text}", style="dim", highlight=False)
 
-    found: dict[str, Any] = module.run(say=say, **({} if keep is None else {"keep": keep}))
+    found: dict[str, Any] = module.run(say=say, **asked)
     Console(width=None if sys.stdout.isatty() else 120).print(module.table(found))
     if not found.get("equal", True):
         print("bench: the sides came to different results, so their times do not compare", file=sys.stderr)

@@ -7,7 +7,8 @@ brings values into the chip's fast memory (VMEM) ahead of their use, and counts 
 crosses HBM is compared as well.
 
 Then the grid of `tpu_slices.py`: every engine of tables on slices of 4 chips to the largest. Each of its reports is
-kept whole, in a file of its own in bench/results/tpu/.
+kept whole, in a file of its own in bench/results/tpu/. `--only PATTERN` compiles those steps of the grid alone whose
+names match, and puts them into the kept result, which so may hold some of the grid.
 
 Each compile is a process of its own and is done once: it takes a minute or two, and what is compared besides its
 seconds (memory, traffic, collectives) is the same every time. Nothing runs on a TPU.
@@ -16,8 +17,10 @@ seconds (memory, traffic, collectives) is the same every time. Nothing runs on a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from rich.table import Table
 
 from bench.measure import Say, as_page, result, rounded
 from bench.tpu_slices import GRID, SliceCase
-from twinstep.spec.errors import CompileError
+from twinstep.spec.errors import CompileError, NotFoundError
 from twinstep.spec.job import JobSpec
 from twinstep.worker.compile.aot_report import AotReport, Effort
 from twinstep.worker.train.ahead import compile_spec
@@ -96,12 +99,18 @@ FULL = Size(
 )
 
 
-def run(size: Size = FULL, *, say: Say, reports: Path = REPORTS) -> dict[str, Any]:
+def run(size: Size = FULL, *, say: Say, reports: Path = REPORTS, only: str | None = None) -> dict[str, Any]:
     """Compile, write the grid's reports into a directory, and return the result.
 
+    Args:
+        only: pattern of the names of the grid's steps that are compiled, and of nothing else; they take their places in
+            the result that is kept beside the directory.
+
     Raises:
-        TwinstepError: libtpu is not installed, or it refuses a step.
+        TwinstepError: libtpu is not installed, or it refuses a step outside the grid; no name matches.
     """
+    if only is not None:
+        return _of_parts(size.grid, only, say, reports)
     compared = []
     for case in size.cases:
         say(f"{case.model} for {case.topology}, {case.engine}, {case.effort} effort")
@@ -129,6 +138,19 @@ def run(size: Size = FULL, *, say: Say, reports: Path = REPORTS) -> dict[str, An
     return result("tpu", body, runs=1)
 
 
+def _of_parts(grid: Sequence[SliceCase], only: str, say: Say, reports: Path) -> dict[str, Any]:
+    chosen = [case for case in grid if fnmatchcase(case.name, only)]
+    if not chosen:
+        raise NotFoundError(f"no step's name matches {only!r}", remedy=f"there are {', '.join(c.name for c in grid)}")
+    place = reports.with_name(f"{reports.name}.json")
+    kept: dict[str, Any] = json.loads(place.read_text())
+    for case in chosen:
+        entries = {each["name"]: each for each in kept["grid"]} | {case.name: _of_grid(case, say, reports)}
+        kept["grid"] = [entries[each.name] for each in grid if each.name in entries]
+        place.write_text(as_page(rounded(kept)))
+    return kept
+
+
 def _entry(case: Case, report: AotReport) -> dict[str, Any]:
     return {
         "topology": report.topology,
@@ -151,13 +173,15 @@ def _entry(case: Case, report: AotReport) -> dict[str, Any]:
 def _of_grid(case: SliceCase, say: Say, reports: Path) -> dict[str, Any]:
     """Compile one step of the grid, keep its report, and return what the result says of it."""
     say(f"{case.model} for {case.topology}, {case.engine}, pipeline {case.pipeline}, {case.effort} effort")
+    kept = reports / f"{case.name}.json"
     try:
         report = compile_spec(case.job(), topology=case.topology, effort=case.effort)
     except CompileError as error:
         say(f"the compiler refuses it: {error.problem}")
+        kept.unlink(missing_ok=True)
         return {"name": case.name, "compiled": False, "problem": error.problem[:300]}
     reports.mkdir(parents=True, exist_ok=True)
-    (reports / f"{case.name}.json").write_text(as_page(rounded(report.as_json())))
+    kept.write_text(as_page(rounded(report.as_json())))
     return of_report(case, report)
 
 

@@ -64,6 +64,12 @@ def test_what_keeps_nothing_between_calls_says_so(
     assert "quality does" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["step", "all"])
+def test_what_has_no_parts_runs_whole(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([name, "--only", "a*"]) == 2
+    assert "tpu does" in capsys.readouterr().err
+
+
 def test_json_is_the_last_line_and_comes_after_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

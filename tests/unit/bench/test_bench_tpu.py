@@ -11,7 +11,7 @@ import pytest
 from bench import tpu, tpu_slices
 from bench.measure import as_line
 from twinstep.preflight.check import preflight
-from twinstep.spec.errors import CompileError
+from twinstep.spec.errors import CompileError, NotFoundError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.slices import parse_slice
 from twinstep.worker.compile.aot_report import AotReport, HbmBytes, Traffic
@@ -79,6 +79,46 @@ def test_the_full_size_step_is_compiled_naively_and_by_us_and_both_ratios_are_gi
     assert {f"{each['name']}.json" for each in compiled} == {each.name for each in tmp_path.iterdir()}
     kept = json.loads((tmp_path / f"{compiled[0]['name']}.json").read_text())
     assert kept["hbm"]["peak"] == compiled[0]["hbm_bytes"]
+
+
+def test_parts_of_the_grid_are_compiled_alone_and_take_their_places_in_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    refused: list[str] = []
+
+    def compile_spec(spec: JobSpec, *, topology: str, effort: str) -> AotReport:
+        if topology in refused:
+            raise CompileError("too large", remedy="none")
+        return report(topology, 25.0, 3e9)
+
+    monkeypatch.setattr(tpu, "compile_spec", compile_spec)
+    place, reports = tmp_path / "tpu.json", tmp_path / "tpu"
+    place.write_text(json.dumps({"slices": [], "grid": [], "ratios": {"compile_s": 2.0}}))
+
+    def compiled(only: str) -> dict[str, bool]:
+        found = tpu.run(say=lambda text: None, reports=reports, only=only)
+        assert found == json.loads(place.read_text())
+        assert found["ratios"] == {"compile_s": 2.0}
+        names = {each["name"]: each["compiled"] for each in found["grid"]}
+        assert {f"{name}.json" for name, done in names.items() if done} == {each.name for each in reports.iterdir()}
+        return names
+
+    rings = [case.name for case in tpu_slices.GRID if case.engine == "ring" and case.topology.startswith("v5p")]
+    assert list(compiled("v5p-*-ring")) == rings
+    more = compiled("v6e-2x2-*")
+    assert len(more) == len(rings) + 3
+    assert list(more) == [case.name for case in tpu_slices.GRID if case.name in more]
+    refused.append("v5p:2x2x1")
+    assert compiled(rings[0]) == {**more, rings[0]: False}, "what is refused now leaves no report of before"
+    with pytest.raises(NotFoundError, match="no step's name matches 'v9'"):
+        tpu.run(say=lambda text: None, reports=reports, only="v9")
+
+
+def test_the_kept_result_has_the_steps_whose_reports_are_kept() -> None:
+    kept = json.loads(tpu.REPORTS.with_name("tpu.json").read_text())["grid"]
+    names = {each["name"]: each["hbm_bytes"] for each in kept if each["compiled"]}
+    reports = {each.stem: json.loads(each.read_text())["hbm"]["peak"] for each in tpu.REPORTS.iterdir()}
+    assert names == reports
 
 
 def test_the_grid_has_each_engine_on_each_slice_from_one_spec_that_the_model_lets_pass() -> None:
