@@ -39,7 +39,7 @@ def test_every_warning_is_shown_or_counted(count: int) -> None:
     warnings = [f"warning {each}" for each in range(count)]
     lines, left = warning_lines(warnings), count - MAX_WARNINGS
     assert lines[:MAX_WARNINGS] == warnings[:MAX_WARNINGS]
-    assert lines[MAX_WARNINGS:] == ([f"and {left:,} more; see the events"] if left > 0 else [])
+    assert lines[MAX_WARNINGS:] == ([f"and {left:,} more: GET /v1/jobs/JOB/events has all"] if left > 0 else [])
 
 
 def test_a_runs_time_is_told_state_by_state_with_compiling_apart() -> None:

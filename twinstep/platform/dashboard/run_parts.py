@@ -54,7 +54,7 @@ def warning_lines(warnings: Sequence[str]) -> list[str]:
     """Return what is shown of warnings: the first ones, and how many more there are."""
     lines = [cut(words.printable(each), 400) for each in warnings[:MAX_WARNINGS]]
     more = len(warnings) - len(lines)
-    return [*lines, f"and {more:,} more; see the events"] if more else lines
+    return [*lines, f"and {more:,} more: GET /v1/jobs/JOB/events has all"] if more else lines
 
 
 class Warned:
