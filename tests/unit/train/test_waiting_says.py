@@ -6,13 +6,39 @@ import io
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rich.console import Console
 
 from twinstep.cli.live import PlainView
+from twinstep.spec.parse import validate_spec
+from twinstep.worker.compile import CompileEvent
 from twinstep.worker.train import waiting
+from twinstep.worker.train.loop import Trainer
 from twinstep.worker.train.progress import ProgressView
+from twinstep.worker.train.saving import Saving
+from twinstep.worker.train.stop import StopSignal
+
+SPEC: dict[str, Any] = {
+    "name": "t",
+    "model": {"embedding_dim": 4, "transducer_dim": 8, "hidden_dim": 8, "num_layers": 1},
+    "data": {"dataset": "synthetic", "synthetic_events": 400, "batch_size": 4, "uih_len": 8, "num_candidates": 2},
+    "compile": {"backend": "eager"},
+    "train": {"steps": 2},
+}
+COMPILED = CompileEvent(
+    name="compiled",
+    reason="first compile",
+    seconds=1.0,
+    capture_seconds=0.5,
+    backend="xla",
+    cache="none",
+    key="",
+    nodes=1,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +69,32 @@ def test_a_log_says_how_long_a_compile_has_taken_until_the_first_step() -> None:
         wait_until(none_waits)
         view.compiling("new shapes")
     wait_until(none_waits)
+
+
+def test_a_run_waits_for_what_it_does_and_for_nothing_that_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, opened = io.StringIO(), Saving.__init__
+
+    def slow(*args: Any, **more: Any) -> None:
+        wait_until(lambda: "looking for checkpoints: 0 s so far" in out.getvalue())
+        opened(*args, **more)
+
+    monkeypatch.setattr(Saving, "__init__", slow)
+    spec = validate_spec(SPEC | {"checkpoint": {"path": str(tmp_path)}})
+    with ProgressView(Console(file=out, width=200), 2) as view:
+        work = Trainer(spec, reporter=MagicMock(), view=view, stop=StopSignal(), run_dir=None)
+        work._compiling("first compile")
+        assert not none_waits()
+        work._compiled(COMPILED)
+        wait_until(none_waits)
+        work.close()
+    told = out.getvalue().splitlines()
+    assert (
+        told.index("building the model")
+        < told.index("looking for checkpoints")
+        < told.index("compiling (first compile)")
+    )
 
 
 def test_a_follower_without_a_terminal_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:

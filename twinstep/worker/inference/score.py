@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,7 +109,11 @@ def check_format(out: Path) -> None:
         why = "it is a directory" if out.is_dir() else f"there is no directory {out.parent}"
         raise UnavailableError(f"scores cannot be written to {out}: {why}", remedy="--out scores.parquet")
     if out.exists():
-        raise ConflictError(f"{out} is there already", remedy=f"give another --out, or: rm {out}")
+        raise _there_already(out)
+
+
+def _there_already(out: Path) -> ConflictError:
+    return ConflictError(f"{out} is there already", remedy=f"give another --out, or: rm {out}")
 
 
 def _with(spec: JobSpec, data: str | None, batch_size: int | None) -> JobSpec:
@@ -190,10 +196,26 @@ def _table(candidates: dict[str, Ints], batch: AnyBatch, logits_QBK: Tensor, sch
     return pa.table(columns)
 
 
+def _give_name(draft: Path, out: Path) -> None:
+    """Give a file its name, unless that is taken by now.
+
+    Raises:
+        ConflictError: it is.
+    """
+    try:
+        os.link(draft, out)
+    except FileExistsError:
+        raise _there_already(out) from None
+    except OSError:  # a file system without hard links
+        if out.exists():
+            raise _there_already(out) from None
+        draft.replace(out)
+
+
 @contextlib.contextmanager
 def _written(out: Path) -> Iterator[Any]:
     """Give a function that appends a table to the file; the file has its name once all are written."""
-    draft = out.with_name(f".{out.name}.draft")
+    draft = out.with_name(f".{out.name}.{uuid.uuid4().hex}")  # another may write a file of this name at the same time
     writer: Any = None
 
     def write(table: pa.Table) -> None:
@@ -210,7 +232,7 @@ def _written(out: Path) -> Iterator[Any]:
         yield write
         if writer is not None:
             writer.close()
-            draft.replace(out)
+            _give_name(draft, out)
     except OSError as error:
         raise UnavailableError(
             f"scores cannot be written to {out}: {error.strerror or error}", remedy="--out with a place that has room"

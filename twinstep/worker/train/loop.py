@@ -130,6 +130,7 @@ class Trainer:
         where = place_of(self.spec.checkpoint)
         if where is None:
             return None
+        self._view.starting("looking for checkpoints")
         state: dict[str, Any] = {"model": self._model, "optimizers": self._optimizers, "stepper": self._stepper}
         if self._together.several:
             return SharedSaving(self.spec, where, self._together, tell=self._event, **state)
@@ -432,13 +433,8 @@ class Trainer:
         self._view.evaluating()
         self._progress("evaluating")
         self._stepper.pull()
-        scores = evaluate(
-            self._model,
-            self._eval_loader,
-            self._dataset.schema,
-            max_batches=self.spec.train.eval_batches,
-            stop=in_evaluation(self._stop),
-        )
+        most, stop = self.spec.train.eval_batches, in_evaluation(self._stop)
+        scores = evaluate(self._model, self._eval_loader, self._dataset.schema, max_batches=most, stop=stop)
         if scores is None:
             return None
         seconds = time.perf_counter() - started
@@ -462,19 +458,18 @@ class Trainer:
 
     def _compiled(self, event: CompileEvent) -> None:
         self._stop.end_between_steps()
+        self._view.compiled()
         if self._saving is not None:
             self._saving.key = event.key
         text = f"{event.reason}: {event.seconds:.1f} s on {event.backend} ({event.nodes} nodes, {SOURCES[event.cache]})"
-        self._reporter.event(event.name, text, {"step": self.step, **dataclasses.asdict(event)})
-        self._view.say(f"{event.name}: {text}")
+        self._event(event.name, text, dataclasses.asdict(event))
 
     def _event(self, name: str, text: str, data: dict[str, Any]) -> None:
         self._reporter.event(name, text, {"step": self.step, **data})
         self._view.say(f"{name}: {text}")
 
     def _warned(self, warning: CompileWarning) -> None:
-        self._reporter.event(warning.name, warning.text, {"step": self.step, **warning.data})
-        self._view.say(f"{warning.name}: {warning.text}")
+        self._event(warning.name, warning.text, warning.data)
 
     def _summary(self, scores: Scores) -> RunSummary:
         first = scores.values()

@@ -86,6 +86,10 @@ class ProgressView:
         """Show that a program is being made; steps stand still meanwhile."""
         self._long(f"compiling ({reason})")
 
+    def compiled(self) -> None:
+        """A program is made: nobody waits for it any more."""
+        self._waiting.end()
+
     def _long(self, what: str) -> None:
         if self._bar is not None:
             self._drop()
