@@ -53,6 +53,9 @@ class _Thread:
         found = self._all(value)
         return found if self.rank == 0 else []
 
+    def check(self) -> None:
+        pass
+
 
 class Run:
     """A run of several processes that saves into one place; tensors of row ranges stand for divided tables."""
@@ -178,6 +181,65 @@ def test_a_place_that_process_0_cannot_begin_with_holds_no_process_up(
     monkeypatch.setattr(LocalPlace, "begin", fail)
     run.save(1, tensors, HELD)
     assert "Read-only file system" in run.notes()[0][1]
+    run.first.close()
+
+
+def test_a_process_that_outlived_its_process_0_does_not_write_into_what_the_next_attempt_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write: Callable[..., None] = LocalPlace.write
+    begun, go_on, names = threading.Event(), threading.Event(), []
+    old = Run(tmp_path, 2)
+    tensors = [own_of(state(1), rank) for rank in range(2)]
+
+    def late(self: LocalPlace, name: str, file: str, parts: Any) -> None:
+        names.append(name)
+        begun.set()
+        go_on.wait(60)
+        write(self, name, file, [b"torn"])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalPlace, "write", late)
+        old.others[0].save(tensors[1], {})
+        thread = threading.Thread(target=lambda: old.first.save(tensors[0], step=1, about={}))
+        thread.start()
+        assert begun.wait(60)
+    old.first._hold.release()  # as the kernel does for one that was killed
+    new, whole = Run(tmp_path, 2), state(2)
+    read: Callable[..., None] = LocalPlace.commit
+
+    def commit(self: LocalPlace, name: str, file: str, content: bytes) -> None:
+        names.append(name)
+        go_on.set()
+        old.others[0].finish(60)  # it writes, between what the new one wrote and the manifest
+        read(self, name, file, content)
+
+    monkeypatch.setattr(LocalPlace, "commit", commit)
+    new.save(1, [own_of(whole, rank) | {path: whole[path] for path in HELD} for rank in range(2)], {})
+    thread.join()
+    assert [name for name, _ in new.notes()] == ["checkpoint_saved"]
+    assert {name.rsplit("-", 1)[0] for name in names} == {"000001-step-1"}
+    found = Reader(new.first.place, *new.first.place.names()).tensors()
+    assert all(torch.equal(found[path], tensor) for path, tensor in whole.items())
+    new.first.close()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_cannot_even_look_at_its_rows_holds_no_other_up(
+    tmp_path: Path, who: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, tensors = Run(tmp_path), [own_of(state(1), rank) for rank in range(3)]
+
+    def fail(self: Any) -> None:
+        raise MemoryError
+
+    snapshot = run.others[0]._snapshot if who else run.first.snapshot
+    monkeypatch.setattr(snapshot, "not_finite", fail.__get__(snapshot))
+    run.save(1, tensors, HELD)
+    assert f"process {who}: MemoryError" in run.notes()[0][1]
+    monkeypatch.undo()
+    run.save(2, tensors, HELD)
+    assert [name for name, _ in run.notes()] == ["checkpoint_saved"]
     run.first.close()
 
 

@@ -238,6 +238,54 @@ class Told(Together):
         return [value, False]  # the other one sees no file of this one's
 
 
+class Second(Together):
+    """Process 1 of two, to which process 0 said so."""
+
+    def __init__(self, *said: Any) -> None:
+        super().__init__(Process(rank=1, count=2))
+        self._said = list(said)
+
+    def of_first(self, value: Any) -> Any:
+        return self._said.pop(0)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [True, value]
+
+
+@pytest.mark.parametrize("what", ["all well", "another directory", "a client's own error", "may only read"])
+def test_a_process_that_cannot_use_the_place_leaves_checkpoints_to_process_0(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class NoCredentialsError(Exception):  # as clients of stores raise: no OSError, no TwinstepError
+        pass
+
+    def fail(error: Exception) -> Any:
+        def raises(*_: Any, **__: Any) -> None:
+            raise error
+
+        return raises
+
+    first = LocalPlace(tmp_path)
+    first.put(shared_saving.SEEN, b"token")
+    first.begin(f"{shared_saving.TRIAL}-token")
+    if what == "a client's own error":
+        monkeypatch.setattr(LocalPlace, "get", fail(NoCredentialsError("no credentials")))
+    if what == "may only read":
+        monkeypatch.setattr(LocalPlace, "write", fail(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(shared_saving, "StoreCrew", lambda process, _: SimpleNamespace(rank=1, count=2))
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: None)
+    shared = shared_saving.SharedSaving(
+        validate_spec({"name": "t"}),
+        tmp_path / "other" if what == "another directory" else tmp_path,
+        Second(None, "token"),
+        model=torch.nn.Linear(1, 1),
+        optimizers={},
+        stepper=SimpleNamespace(),  # type: ignore[arg-type]
+        tell=lambda *_: None,
+    )
+    assert (shared._member is not None) == (what == "all well")
+
+
 @pytest.mark.parametrize("which", ["save", "save_last"])
 def test_a_disk_that_is_full_for_process_0_ends_all(
     which: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

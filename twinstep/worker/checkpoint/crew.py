@@ -1,7 +1,8 @@
 """A checkpoint that several processes write, each its own rows into files of its own; process 0 makes it count.
 
 All processes copy their rows at the same step. Their writer threads then agree three times: process 0 says under which
-name, each says what it wrote or why it could not, and process 0 writes the manifest, or removes what there is.
+name, each says what it wrote or why it could not, and process 0 says that it has written the manifest, or removed what
+there is. So all are done at about the same time, and none waits for another between two steps instead.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ class Crew(Protocol):
 
     def to_first(self, value: Value) -> list[Value]:
         """Return all values, in process 0; nothing elsewhere."""
+
+    def check(self) -> None:
+        """Raise where process 0 is gone, so that nobody waits for what is written."""
 
 
 class NotWritten(Exception):
@@ -69,12 +73,24 @@ def prefix_of(rank: int) -> str:
     return f"data-{rank:04d}"
 
 
-def written_or_why(place: Place, name: str, snapshot: Snapshot, *, prefix: str, only_finite: bool) -> Written | str:
-    """Write a snapshot's parts; return what was written, or in words why it could not be."""
-    if only_finite and (path := snapshot.not_finite()) is not None:
-        return f"{path} holds NaN or infinity"
+def written_or_why(
+    place: Place,
+    name: str,
+    snapshot: Snapshot,
+    *,
+    prefix: str,
+    only_finite: bool,
+    check: Callable[[], None] = lambda: None,
+) -> Written | str:
+    """Write a snapshot's parts; return what was written, or in words why it could not be.
+
+    Args:
+        check: raises where there is no use in writing further; asked before each file.
+    """
     try:
-        return write_parts(place, name, snapshot.parts, prefix=prefix)
+        if only_finite and (path := snapshot.not_finite()) is not None:
+            return f"{path} holds NaN or infinity"
+        return write_parts(place, name, snapshot.parts, prefix=prefix, check=check)
     except Exception as error:  # a file system's OSError, or whatever the client of a store raises
         return in_words(error)
 
@@ -98,11 +114,19 @@ class Member:
         self._beside.finish(timeout)
 
     def _write(self) -> None:
+        crew = self._crew
         try:
-            name = self._crew.of_first(None)
+            name = crew.of_first(None)
             if name is not None:
-                prefix = prefix_of(self._crew.rank)
-                found = written_or_why(self._place, name, self._snapshot, prefix=prefix, only_finite=self._only_finite)
-                self._crew.to_first(found)
-        except Exception:  # another process is gone: the loop meets that as well, and says so
+                found = written_or_why(
+                    self._place,
+                    name,
+                    self._snapshot,
+                    prefix=prefix_of(crew.rank),
+                    only_finite=self._only_finite,
+                    check=crew.check,
+                )
+                crew.to_first(found)
+            crew.of_first(None)
+        except Exception:  # process 0 is gone: the loop meets that as well, and says so
             return

@@ -34,7 +34,7 @@ class Hold(Protocol):
     """The right to write to a place."""
 
     writer: str
-    """End of the names of what its holder writes, where two may write at once; empty where nobody else can."""
+    """End of the names of what its holder writes, where two may hold it at once; empty where nobody else can."""
 
     def check(self) -> None:
         """Raise TakenError unless it still holds."""

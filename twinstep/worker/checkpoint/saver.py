@@ -10,6 +10,7 @@ import contextlib
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from twinstep.worker.checkpoint.read import Reader
 from twinstep.worker.checkpoint.shares import Held, shares
 from twinstep.worker.checkpoint.write import Written, commit
 
-NAME = re.compile(r"^(\d{6,12})-step-(\d{1,12})(?:-[0-9a-f]{8})?$")  # number, step, and who wrote it to a URI
+NAME = re.compile(r"^(\d{6,12})-step-(\d{1,12})(?:-[0-9a-f]{8})?$")  # number, step, and who wrote it where several may
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +79,7 @@ class Checkpoints:
         """The run's processes, where each writes rows of its own; this is process 0 then."""
         self._keep, self._only_finite = keep or Keep(), only_finite
         self._hold: Hold = hold(self.place, owner, lineage=lineage, attempt=attempt)
+        self._nonce = uuid.uuid4().hex[:8]
         self._lock = threading.Lock()
         self._notes: list[Note] = []
         self._beside = Beside()
@@ -189,7 +191,9 @@ class Checkpoints:
         self.finish()
         self.snapshot.take(tensors, None if self.crew is None else shares(tensors, self.crew.count, held)[0])
         self._number += 1
-        name = "-".join(filter(None, (f"{self._number:06d}-step-{step}", self._hold.writer)))
+        # The other processes of a crew have no lock: one that an earlier attempt left behind must not write into this.
+        writer = self._hold.writer or ("" if self.crew is None else self._nonce)
+        name = "-".join(filter(None, (f"{self._number:06d}-step-{step}", writer)))
         manifest = Manifest(
             number=self._number,
             step=step,
@@ -220,6 +224,14 @@ class Checkpoints:
         self._hold.release()
 
     def _write(self, name: str, manifest: Manifest) -> None:
+        try:
+            self._write_and_say(name, manifest)
+        finally:
+            if self.crew is not None:
+                with contextlib.suppress(Exception):  # nobody is there to be told
+                    self.crew.of_first(self.last_step)
+
+    def _write_and_say(self, name: str, manifest: Manifest) -> None:
         started = time.perf_counter()
         try:
             whole = self._write_files(name, manifest)

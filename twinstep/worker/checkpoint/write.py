@@ -63,11 +63,19 @@ def write_whole(
     return commit(place, name, manifest, [written])
 
 
-def write_parts(place: Place, name: str, parts: Sequence[Part], *, prefix: str = "data") -> Written:
+def write_parts(
+    place: Place,
+    name: str,
+    parts: Sequence[Part],
+    *,
+    prefix: str = "data",
+    check: Callable[[], None] = lambda: None,
+) -> Written:
     """Write parts of a checkpoint that was begun; all of it is durable when this returns.
 
     Args:
         prefix: beginning of the names of files; processes that write one checkpoint have each its own.
+        check: raises where there is no use in writing further; asked before each file.
     """
     placed, files = lay_out(parts, prefix=prefix)
     by_file: dict[str, list[tuple[Part, Piece]]] = {file: [] for file in files}
@@ -75,6 +83,7 @@ def write_parts(place: Place, name: str, parts: Sequence[Part], *, prefix: str =
         by_file[piece.file].append((part, piece))
 
     def write(file: str) -> list[tuple[str, Piece]]:
+        check()
         views = [
             (part.path, piece, rows_as_bytes(part.rows, piece.start - part.start, piece.stop - part.start))
             for part, piece in by_file[file]

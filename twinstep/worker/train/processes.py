@@ -2,8 +2,8 @@
 
 A run's pods say by environment where they stand (`platform/scheduler/render/jobset.py` sets it). JAX's processes
 compute together; a gloo group of torch's beside it carries what hosts must agree on: a wish to stop, whether a
-checkpoint is due, limits, scores. Process 0 reports and writes checkpoints; the others follow. Importing this loads no
-torch.
+checkpoint is due, limits, scores. Process 0 reports, and decides on checkpoints and makes them count; each writes its
+own rows. Importing this loads no torch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 | variable | what it says |
 |---|---|
-| `RANK` | this process, from 0; rank 0 reports and writes checkpoints |
+| `RANK` | this process, from 0; rank 0 reports, and makes checkpoints count, to which each writes its own rows |
 | `WORLD_SIZE` | how many there are |
 | `LOCAL_RANK` | which one on its host, from 0: its GPU; without it, `RANK` |
 | `LOCAL_WORLD_SIZE` | how many there are on its host, who share its processors; without it, 1 |
@@ -35,7 +35,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process reports and writes for all."""
+        """Whether this process reports for all."""
         return self.rank == 0
 
     @classmethod

@@ -6,6 +6,8 @@ up what it read.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -15,42 +17,24 @@ from typing import Any, TypeVar
 from torch import distributed, nn
 from torch.optim import Optimizer
 
-from twinstep.spec.errors import TwinstepError, UnavailableError
+from twinstep.spec.errors import UnavailableError
 from twinstep.spec.job import JobSpec
 from twinstep.worker.checkpoint.content import live_tensors
-from twinstep.worker.checkpoint.crew import Member
-from twinstep.worker.checkpoint.manifest import Manifest
+from twinstep.worker.checkpoint.crew import Member, prefix_of
+from twinstep.worker.checkpoint.manifest import MANIFEST, Manifest
 from twinstep.worker.checkpoint.place import open_place
 from twinstep.worker.checkpoint.shares import Held
 from twinstep.worker.compile.state import materialise
 from twinstep.worker.train.engines import Stepper
 from twinstep.worker.train.processes import Together
 from twinstep.worker.train.saving import Saving, only_finite, run_tensors
+from twinstep.worker.train.writers import HASTE_S, StoreCrew
 
 Value = TypeVar("Value")
 SEEN = "shared.json"
 """File beside the checkpoints by which processes find out whether they see the same place."""
-
-
-class HostsCrew:
-    """The run's processes, over a gloo group that writer threads have for themselves."""
-
-    def __init__(self, together: Together) -> None:
-        self.rank, self.count = together.process.rank, together.process.count
-        self._group = distributed.new_group(backend="gloo", timeout=together.patience)
-
-    def of_first(self, value: Value | None) -> Value | None:
-        """Return process 0's value."""
-        found: list[Any] = [value]
-        distributed.broadcast_object_list(found, src=0, group=self._group)
-        told: Value | None = found[0]
-        return told
-
-    def to_first(self, value: Value) -> list[Value]:
-        """Return all values, in process 0; nothing elsewhere."""
-        found: list[Any] | None = [None] * self.count if self.rank == 0 else None
-        distributed.gather_object(value, found, dst=0, group=self._group)
-        return found or []
+TRIAL = "shared"
+"""Beginning of the name of what they write, as they would a checkpoint, to find out whether they can."""
 
 
 class SharedSaving:
@@ -71,6 +55,7 @@ class SharedSaving:
         self._model, self._optimizers = model, optimizers
         self._saving: Saving | None = None
         self._member: Member | None = None
+        self._crew: StoreCrew | None = None
         self.key = ""
         self._saving = self._do(
             lambda: Saving(spec, where, model=model, optimizers=optimizers, stepper=stepper, tell=tell)
@@ -78,14 +63,14 @@ class SharedSaving:
         self._sharded = self._all_see(where)
         if not self._sharded:
             if self._saving is not None:
-                text = f"other processes do not see {where}: process 0 writes all of each checkpoint"
+                text = f"other processes do not see {where}, or cannot write: process 0 writes all of each checkpoint"
                 tell("checkpoints_by_one", text, {})
             return
-        crew = HostsCrew(together)
+        self._crew = StoreCrew(together.process, distributed.distributed_c10d._get_default_store())
         if self._saving is not None:
-            self._saving.join(crew)
+            self._saving.join(self._crew)
         else:
-            self._member = Member(open_place(where), crew, only_finite=only_finite(spec))
+            self._member = Member(open_place(where), self._crew, only_finite=only_finite(spec))
 
     def _do(self, work: Callable[[], Value]) -> Value | None:
         """Run process 0's part, None elsewhere; where it fails, all fail."""
@@ -102,19 +87,31 @@ class SharedSaving:
         return found
 
     def _all_see(self, where: str | Path) -> bool:
-        """Say whether what process 0 writes to the place is there for all others."""
-        token = uuid.uuid4().hex.encode()
+        """Say whether what process 0 writes to the place is there for all others, and they can write beside it."""
+        token = uuid.uuid4().hex
         try:
             if self._saving is not None:
-                self._saving.place.put(SEEN, token)
+                self._saving.place.put(SEEN, token.encode())
+                self._saving.place.begin(f"{TRIAL}-{token}")
         except Exception:  # a disk that is full now, a store that is away: process 0 says so when it writes
-            token = b""
+            token = ""
         token = self._together.of_first(token)
+        seen = all(self._together.gather(bool(token) and self._can_use(where, token)))
+        if self._saving is not None and token:
+            with contextlib.suppress(Exception):  # no reader takes it for a checkpoint
+                self._saving.place.remove(f"{TRIAL}-{token}", MANIFEST)
+        return seen
+
+    def _can_use(self, where: str | Path, token: str) -> bool:
+        """Say whether this process sees what process 0 wrote, and can write where process 0 began."""
         try:
-            seen = bool(token) and open_place(where).get(SEEN) == token
-        except (OSError, TwinstepError):
-            seen = False
-        return all(self._together.gather(seen))
+            place = open_place(where)
+            if place.get(SEEN) != token.encode():
+                return False
+            place.write(f"{TRIAL}-{token}", prefix_of(self._together.process.rank), [token.encode()])
+        except Exception:  # a file system's OSError, or whatever the client of a store raises
+            return False
+        return True
 
     @property
     def last_good(self) -> int | None:
@@ -163,14 +160,16 @@ class SharedSaving:
                 self._saving.key = self.key
                 self._saving.save(step, about, scores=scores, held=held)
 
-        self._do(save)
-        if self._member is not None:
+        if self._member is not None:  # all copy at once, and agree on it afterwards
             tensors = run_tensors(self._spec, self._model, self._optimizers, self._stepper)
             self._member.save(tensors, held)
+        self._do(save)
 
     def save_last(self, step: int, about: dict[str, Any], *, within: float) -> bool:
         """Save the state after `step` where it is not saved yet, and wait until it is written."""
         ends = time.monotonic() + within
+        if self._member is not None:  # as long as process 0 does, who would be waited for else
+            self._member.finish(within)
         wanted = self._do(lambda: self._saving is not None and self._saving.wants_last(step, within=within))
         if self._together.of_first(wanted):
             self.save(step, about)
@@ -186,7 +185,11 @@ class SharedSaving:
 
     def close(self) -> None:
         """Wait for what is being written."""
+        if self._crew is not None and isinstance(sys.exception(), Exception):
+            self._crew.silence_s = HASTE_S  # another process may be lost
         if self._saving is not None:
             self._saving.close()
         if self._member is not None:
             self._member.finish()
+        if self._crew is not None:
+            self._crew.close()
