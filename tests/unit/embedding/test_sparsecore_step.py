@@ -11,9 +11,10 @@ import pytest
 import sparsecore_reference as reference
 from jax.sharding import Mesh
 
-from twinstep.worker.embedding.sparsecore.device.engine import Engine
+from twinstep.worker.embedding.sparsecore.device.engine import Engine, _windows
 from twinstep.worker.embedding.sparsecore.initial import Normal
 from twinstep.worker.embedding.sparsecore.inputs import Ragged
+from twinstep.worker.embedding.sparsecore.logical import to_logical
 from twinstep.worker.embedding.sparsecore.optimizers import Adagrad
 from twinstep.worker.embedding.sparsecore.preprocess import Policy, Preprocessor
 from twinstep.worker.embedding.sparsecore.spec import Cores, Feature, Limits, Table
@@ -69,6 +70,21 @@ def test_a_batch_goes_from_ids_to_activations(whole: Any) -> None:
     tables = {c.table: c.values for c in engine.to_logical(engine.initial(0, Normal(std=1.0))) if c.part == "weight"}
     for name, wanted in reference.look_up(tables, plan, bags).items():
         np.testing.assert_allclose(activations[name], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_reading_what_processes_hold_apart_compiles_once_for_all_reads_and_engines() -> None:
+    plan, mesh = plan_with(WIDE), Mesh(np.array(jax.devices()[:1]), ("device",))
+    windows = _windows(mesh, plan.cores.per_device)
+    tables = Engine(plan=plan, mesh=mesh).initial(0, Normal(std=1.0))
+    counts = []
+    for chunk_rows in (64, 64, 60, 52):  # 200 rows: the last chunk is a shorter one
+        engine = Engine(plan=plan, mesh=mesh)
+        got = list(to_logical(plan, engine._read_of_all(tables), chunk_rows=chunk_rows))
+        for chunk, wanted in zip(got, engine.to_logical(tables, chunk_rows=chunk_rows), strict=True):
+            np.testing.assert_array_equal(chunk.values, wanted.values)
+        counts.append(windows._cache_size())  # type: ignore[attr-defined]
+    assert counts[0] == counts[1]
+    assert counts[-1] <= counts[0] + 1  # windows of 16, 15 and 13 rows are one program, those of 2 and 5 two
 
 
 @pytest.mark.parametrize("split", ["vocabulary", "samples"])

@@ -6,7 +6,8 @@ SparseCores, elsewhere the portable implementation does the same over the same b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +40,23 @@ class Inputs(NamedTuple):
     """By stack: one buffer, or one for each block of samples that the batch was split into."""
     minibatches: Any = None
     """M, 0-d int32, where buffers have the layout with mini-batches along the vocabulary."""
+
+
+@functools.cache
+def _windows(mesh: Mesh, cores: int) -> Callable[[jax.Array, jax.Array, int], jax.Array]:
+    """Return what gives all devices the same rows of each shard, [shards, size, width]; compiled once in a process."""
+    axis = mesh.axis_names[0]
+
+    def window(table: jax.Array, first: jax.Array, size: int) -> jax.Array:
+        def local(table: jax.Array, first: jax.Array) -> jax.Array:
+            rows = table.shape[0] // cores
+            parts = [jax.lax.dynamic_slice_in_dim(table, core * rows + first, size) for core in range(cores)]
+            return jnp.stack(parts)
+
+        mine = jax.shard_map(local, mesh=mesh, in_specs=(P(axis), P()), out_specs=P(axis), check_vma=False)
+        return mine(table, first)
+
+    return jax.jit(window, static_argnums=2, out_shardings=NamedSharding(mesh, P()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,30 +203,20 @@ class Engine:
 
     def _read_of_all(self, tables: Tables) -> logical.ReadShard:
         """Return what reads rows of all processes' shards: one window of rows of every shard at a time, everywhere."""
-        everywhere = NamedSharding(self.mesh, P())
+        gather, cores = _windows(self.mesh, self.plan.cores.per_device), self.plan.cores.per_device
         held: dict[tuple[str, int, int, int], Any] = {}
 
-        def window(table: jax.Array, first: jax.Array, cores: int, size: int) -> jax.Array:
-            def local(table: jax.Array, first: jax.Array) -> jax.Array:
-                rows = table.shape[0] // cores
-                parts = [jax.lax.dynamic_slice_in_dim(table, core * rows + first, size) for core in range(cores)]
-                return jnp.stack(parts)
-
-            mine = jax.shard_map(
-                local, mesh=self.mesh, in_specs=(P(self.axis), P()), out_specs=P(self.axis), check_vma=False
-            )
-            return mine(table, first)
-
-        gather = jax.jit(window, static_argnums=(2, 3), out_shardings=everywhere)
-
         def read(name: str, number: int, shard: int, first: int, last: int) -> logical.Rows:
-            key = name, number, first, last
+            table = tables[name][number]
+            rows = table.shape[0] // self.mesh.size // cores
+            size = min(1 << (last - first - 1).bit_length(), rows)  # few sizes, each of which is a program
+            start = min(first, rows - size)
+            key = name, number, start, size
             if key not in held:
                 held.clear()
-                cores = self.plan.cores.per_device
-                held[key] = np.asarray(gather(tables[name][number], jnp.int32(first), cores, last - first))
-            rows: logical.Rows = held[key][shard]
-            return rows
+                held[key] = np.asarray(gather(table, jnp.int32(start), size))
+            found: logical.Rows = held[key][shard, first - start : last - start]
+            return found
 
         return read
 
