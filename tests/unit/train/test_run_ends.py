@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from twinstep.spec.parse import validate_spec
 from twinstep.worker.train import run as run_module
 from twinstep.worker.train import run_spec
 from twinstep.worker.train.group import PeerLost
+from twinstep.worker.train.loop import Trainer
 from twinstep.worker.train.processes import Process, Together
 from twinstep.worker.train.stop import StopSignal
 
@@ -89,3 +91,32 @@ def test_a_run_that_was_told_to_stop_and_whose_peer_left_sooner_says_what_told_i
         run_spec(validate_spec({"name": "t", "compile": {"backend": "eager"}, "data": {"dataset": "synthetic"}}))
     assert ended.value.code == code
     assert told.events[-1] == ("stopped", f"stopped {how} after step 0")
+
+
+def test_a_second_ctrl_c_leaves_the_place_to_the_next_run_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, told: Told, signals: None, tmp_path: Path
+) -> None:
+    model = {"embedding_dim": 4, "transducer_dim": 8, "linear_dim": 4, "attention_dim": 4, "hidden_dim": 8}
+    spec = validate_spec(
+        {
+            "name": "t",
+            "model": {**model, "num_layers": 1},
+            "data": {"dataset": "synthetic", "synthetic_events": 400, "batch_size": 4, "uih_len": 8},
+            "compile": {"backend": "eager"},
+            "train": {"steps": 4, "eval_batches": 1},
+            "checkpoint": {"path": str(tmp_path), "every_steps": 1},
+        }
+    )
+    check = Trainer._check_time
+
+    def pressed_twice(self: Trainer) -> None:
+        if self.step == 2:
+            raise KeyboardInterrupt
+        check(self)
+
+    monkeypatch.setattr(Trainer, "_check_time", pressed_twice)
+    with pytest.raises(KeyboardInterrupt):
+        run_spec(spec)
+    assert told.events[-1] == ("stopped", "stopped from the keyboard after step 2")
+    monkeypatch.setattr(Trainer, "_check_time", check)
+    assert run_spec(spec).steps == 4

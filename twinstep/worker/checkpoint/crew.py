@@ -19,6 +19,7 @@ from twinstep.worker.checkpoint.shares import Held, shares
 from twinstep.worker.checkpoint.write import Written, write_parts
 
 Value = TypeVar("Value")
+GIVE_UP_S = 2.0  # as long as a file may take to be written
 
 
 class Crew(Protocol):
@@ -46,6 +47,22 @@ class Beside:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._given_up = threading.Event()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody wants what it makes any more."""
+        return self._given_up.is_set()
+
+    def give_up(self) -> None:
+        """Let it end where it asks next, and wait for that for no longer than GIVE_UP_S."""
+        self._given_up.set()
+        self.finish(GIVE_UP_S)
+
+    def check(self) -> None:
+        """Raise NotWritten where it was given up."""
+        if self.given_up:
+            raise NotWritten("the run has ended without waiting for it")
 
     @property
     def busy(self) -> bool:
@@ -91,6 +108,8 @@ def written_or_why(
         if only_finite and (path := snapshot.not_finite()) is not None:
             return f"{path} holds NaN or infinity"
         return write_parts(place, name, snapshot.parts, prefix=prefix, check=check)
+    except NotWritten as error:
+        return str(error)
     except Exception as error:  # a file system's OSError, or whatever the client of a store raises
         return in_words(error)
 
@@ -113,6 +132,14 @@ class Member:
         """Wait until that is done, or process 0 has given it up."""
         self._beside.finish(timeout)
 
+    def give_up(self) -> None:
+        """Write no more files, and wait for nobody."""
+        self._beside.give_up()
+
+    def _check(self) -> None:
+        self._beside.check()
+        self._crew.check()
+
     def _write(self) -> None:
         crew = self._crew
         try:
@@ -124,7 +151,7 @@ class Member:
                     self._snapshot,
                     prefix=prefix_of(crew.rank),
                     only_finite=self._only_finite,
-                    check=crew.check,
+                    check=self._check,
                 )
                 crew.to_first(found)
             crew.of_first(None)

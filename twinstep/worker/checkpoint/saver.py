@@ -223,6 +223,11 @@ class Checkpoints:
         self.finish()
         self._hold.release()
 
+    def give_up(self) -> None:
+        """Let others write here without waiting for what is being written, which will have no manifest."""
+        self._beside.give_up()
+        self._hold.release()
+
     def _write(self, name: str, manifest: Manifest) -> None:
         try:
             self._write_and_say(name, manifest)
@@ -238,7 +243,8 @@ class Checkpoints:
         except Exception as error:  # a file system's OSError, or whatever the client of a store raises
             why = error.problem if isinstance(error, TakenError) else in_words(error)
             why = str(error) if isinstance(error, NotWritten) else why
-            if not isinstance(error, TakenError):  # whoever has lost the place removes nothing there either
+            # Whoever has lost the place, or lets it go, removes nothing there either.
+            if not isinstance(error, TakenError) and not self._beside.given_up:
                 self._drop(name)
             good = (
                 "there is none before it"
@@ -269,12 +275,15 @@ class Checkpoints:
             if crew is not None:
                 crew.of_first(name if begun else None)
         prefix = "data" if crew is None else prefix_of(0)
-        found = written_or_why(self.place, name, self.snapshot, prefix=prefix, only_finite=self._only_finite)
+        found = written_or_why(
+            self.place, name, self.snapshot, prefix=prefix, only_finite=self._only_finite, check=self._beside.check
+        )
         everyones = [found] if crew is None else crew.to_first(found)
         written = [each for each in everyones if isinstance(each, Written)]
         for rank, each in enumerate(everyones):
             if isinstance(each, str):
                 raise NotWritten(f"process {rank}: {each}" if crew is not None else each)
+        self._beside.check()
         self._hold.check()
         return commit(self.place, name, manifest, written)
 

@@ -215,13 +215,13 @@ class Trainer:
         self._view.end(last_words(self.step, None if self._saving is None else self._saving.kept))
         return EXIT_STOPPED if self._saving is None else EXIT_PREEMPTED
 
-    def close(self) -> None:
-        """Wait for the last checkpoint, and let others write where this run did."""
+    def close(self, *, wait: bool = True) -> None:
+        """Wait for the last checkpoint, or give it up, and let others write where this run did."""
         self._heart.close()
         self._stepper.close()
         self._profiling.close()
         if self._saving is not None:
-            self._saving.close()
+            self._saving.close() if wait else self._saving.give_up()
 
     def train(self) -> RunSummary | None:
         """Run all steps and the last evaluation. Return the summary, or None when the run was asked to stop."""

@@ -55,8 +55,7 @@ def run(spec: JobSpec, *, console: Console | None, ends_process: bool = False) -
                 summary, code = _trained(trainer, stop)
             finally:
                 steps = trainer.step
-                if not isinstance(sys.exception(), KeyboardInterrupt):  # a second Ctrl-C waits for no checkpoint
-                    trainer.close()
+                trainer.close(wait=not isinstance(sys.exception(), KeyboardInterrupt))  # a second Ctrl-C does not
         if summary is None:
             sys.exit(stop.exit_code(code))
         reporter.result(summary)

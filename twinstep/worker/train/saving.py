@@ -213,6 +213,11 @@ class Saving:
         self._checkpoints.close()
         self.look()
 
+    def give_up(self) -> None:
+        """Let others write there without waiting for what is being written, which will not count."""
+        self._checkpoints.give_up()
+        self.look()
+
 
 def check_same_job(spec: JobSpec, manifest: Manifest) -> None:
     """Hold what a checkpoint was trained as against a spec: tensors may have equal shapes and another meaning.

@@ -193,3 +193,12 @@ class SharedSaving:
             self._member.finish()
         if self._crew is not None:
             self._crew.close()
+
+    def give_up(self) -> None:
+        """Wait for nothing that is being written, which will not count."""
+        if self._saving is not None:
+            self._saving.give_up()
+        if self._member is not None:
+            self._member.give_up()
+        if self._crew is not None:
+            self._crew.close()
