@@ -22,8 +22,9 @@ from torch.distributed import TCPStore
 
 from twinstep.spec.errors import SpecError, UnavailableError
 from twinstep.spec.parse import validate_spec
-from twinstep.worker.train import ray_job
+from twinstep.worker.train import ray_job, ray_rank
 from twinstep.worker.train.environment import previous_worker
+from twinstep.worker.train.heartbeat import Heartbeat
 from twinstep.worker.train.ranks import Ranks
 from twinstep.worker.train.ray_board import LEFT, Board, Ended, outcome
 from twinstep.worker.train.ray_job import PROCESSES, SPEC, Asked, main
@@ -190,6 +191,8 @@ class Group:
         ([([0, 0], [])], {}, 0, 1),
         ([([75, 75], ["node"]), ([75, 75], ["node"]), ([0, 0], [])], {"node": 5}, 0, 3),  # twice, and on to the end
         ([([75, 75], ["head"])], {"head": 5}, 75, 1),  # the driver goes with its node
+        ([([75], ["node"]), ([0, 0], [])], {"node": 5}, 0, 2),  # a node was gone before its rank's end was heard of
+        ([([75], ["head"])], {"head": 5}, 75, 1),
         ([([75, 137], ["node"])], {"node": 5}, 137, 1),  # a rank that could not save has failed
         ([([75, 75], ["node"]), ([75, 1], [])], {"node": 5}, 1, 2),
     ],
@@ -210,7 +213,8 @@ def test_ranks_whose_node_is_taken_away_start_again_within_the_job(
         alive = [{"NodeID": "head", "Alive": True, "Resources": {}}]
         return alive if now else [*alive, {"NodeID": "new", "Alive": True, "Resources": {"CPU": 2.0}}]
 
-    def attempt(asked: Asked, stop: threading.Event, **more: str) -> tuple[int, str, bool]:
+    def attempt(asked: Asked, stop: threading.Event, **more: str) -> tuple[int, str, bool, int | None]:
+        told.append(more["told"])
         ends, goes = left.pop(0)
         now[:] = goes
         board = Board()
@@ -223,9 +227,8 @@ def test_ranks_whose_node_is_taken_away_start_again_within_the_job(
             group.asked.set()
 
         said, node = ray_job._fit(group, SimpleNamespace(nodes=Remote(board.nodes), ask=Remote(ask)), stop)
-        told.append(more["told"])
-        found, why = outcome(board.ends(), 2, ray_said=said)
-        return found, why, node and not stop.is_set()
+        found, why = outcome(board.ends(), 2, ray_said=said, gone=board.on(node))
+        return found, why, bool(node) and not stop.is_set(), len(told) * 10
 
     monkeypatch.setattr(ray, "nodes", nodes)
     monkeypatch.setattr(ray_job, "_attempt", attempt)
@@ -240,7 +243,7 @@ def test_ranks_whose_node_is_taken_away_start_again_within_the_job(
         monkeypatch.setenv("TWINSTEP_RESTART", text)
         before = previous_worker()
         assert before is not None
-        assert (before.count, before.step, before.reason) == (count, 0, "the node of a rank was taken away")
+        assert (before.count, before.step, before.reason) == (count, count * 10, "the node of a rank was taken away")
 
 
 WORKER = """
@@ -251,6 +254,29 @@ child = ray_rank._start("a spec", {})
 print(child.pid, flush=True)
 child.wait()
 """
+
+
+def test_the_step_that_rank_0_has_done_goes_to_the_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "get", lambda value: value)
+    monkeypatch.setattr(ray_rank, "POLL", 0.01)
+    board = Board()
+    there = SimpleNamespace(done=Remote(board.done), orders=Remote(board.orders))
+    for run_dir, step in ((None, None), (tmp_path, None), (tmp_path, 7)):
+        heart = Heartbeat(run_dir)
+        if step is not None:
+            heart.beat("training", step)
+        heart.close()
+        with subprocess.Popen(["sleep", "0.1"], text=True) as child:
+            ray_rank._wait(child, there, run_dir)
+        assert board.step() == step
+
+
+def test_a_worker_that_nobody_knows_the_steps_of_is_told_of_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINSTEP_RESTART", '{"count": 2, "reason": "gone", "step": null}')
+    before = previous_worker()
+    assert before is not None
+    assert (before.count, before.step) == (2, None)
 
 
 def test_a_rank_ends_with_its_worker_when_ray_kills_that(tmp_path: Path) -> None:

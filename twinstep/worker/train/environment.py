@@ -63,8 +63,8 @@ class PreviousWorker:
     """Which restart this is, from 1."""
     reason: str
     """How the one before ended, in words."""
-    step: int
-    """Steps that it had done."""
+    step: int | None
+    """Steps that it had done; None: nobody knows."""
     seconds: float = 0.0
     """Since the first worker was started, until this one was."""
 
@@ -76,10 +76,9 @@ def previous_worker() -> PreviousWorker | None:
         return None
     try:
         found = json.loads(told)
+        step = None if found["step"] is None else int(found["step"])
         seconds = float(found.get("seconds", 0.0))
-        return PreviousWorker(
-            count=int(found["count"]), reason=str(found["reason"]), step=int(found["step"]), seconds=seconds
-        )
+        return PreviousWorker(count=int(found["count"]), reason=str(found["reason"]), step=step, seconds=seconds)
     except (ValueError, TypeError, KeyError):
         return None
 

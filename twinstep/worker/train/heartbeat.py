@@ -15,6 +15,16 @@ NAME = "heartbeat"
 WIDTH = 96  # bytes of the file, always: it is written over in place, which takes microseconds
 
 
+def last_step(directory: Path | None) -> int | None:
+    """Return the step that the heartbeat in `directory` tells of; None: there is none."""
+    if directory is None:
+        return None
+    try:
+        return int(json.loads((directory / NAME).read_bytes())["step"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
 class Heartbeat:
     """Writes the file; a disk that does not take it is no reason to end a run."""
 

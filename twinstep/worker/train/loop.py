@@ -180,9 +180,10 @@ class Trainer:
         text = begins(step, self.spec.train.steps)
         data: dict[str, Any] = {"step": step}
         if before is not None:
-            lost = max(0, before.step - step)
-            text = f"{before.reason}; {text}; {lost} steps since the last checkpoint are done again"
-            data |= {"lost_steps": lost, "restart": before.count}
+            text, data = f"{before.reason}; {text}", data | {"restart": before.count}
+            if before.step is not None:
+                data["lost_steps"] = lost = max(0, before.step - step)
+                text += f"; {lost} steps since the last checkpoint are done again"
         self._event("resumed", text, data)
 
     def state(self, *, stopped: bool = False) -> dict[str, Any]:

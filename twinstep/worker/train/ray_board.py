@@ -6,7 +6,7 @@ driver's exit code. Nothing here imports Ray.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from twinstep.spec.words import EXIT_ABORTED, EXIT_FAILED, EXIT_PREEMPTED
@@ -39,6 +39,7 @@ class Board:
         self._ends: list[Ended] = []
         self._stop = False
         self._nodes: dict[int, str] = {}
+        self._step: int | None = None
 
     def stand(self, rank: int, node: str) -> None:
         """Write down by id the node that a rank runs on."""
@@ -47,6 +48,18 @@ class Board:
     def nodes(self) -> set[str]:
         """Return the ids of the nodes that ranks run on."""
         return set(self._nodes.values())
+
+    def on(self, nodes: Collection[str]) -> set[int]:
+        """Return the ranks that run on these nodes."""
+        return {rank for rank, node in self._nodes.items() if node in nodes}
+
+    def done(self, step: int) -> None:
+        """Write down how many steps are done."""
+        self._step = step
+
+    def step(self) -> int | None:
+        """Return how many steps were done when last that was heard of; None: it never was."""
+        return self._step
 
     def ask(self) -> None:
         """Let all ranks stop, as SIGTERM does."""
@@ -67,13 +80,16 @@ class Board:
         return list(self._ends)
 
 
-def outcome(ends: Sequence[Ended], processes: int, *, ray_said: str = "") -> tuple[int, str]:
+def outcome(
+    ends: Sequence[Ended], processes: int, *, ray_said: str = "", gone: Collection[int] = ()
+) -> tuple[int, str]:
     """Return the exit code of a run and, where it failed, why.
 
     Args:
         ends: in the order in which they came; the first failure is the cause, and what follows, its consequence. One by
             SIGABRT is the cause only where there is no other: a peer that is gone may end ranks before it is heard of.
         ray_said: what Ray Train raised; empty: nothing.
+        gone: ranks whose nodes were taken away, maybe before they could say how they ended.
     """
     failed = [each for each in ends if each.failed]
     first = next((each for each in failed if each.code != EXIT_ABORTED), failed[0] if failed else None)
@@ -81,6 +97,8 @@ def outcome(ends: Sequence[Ended], processes: int, *, ray_said: str = "") -> tup
         said = first.words.strip() or "it said nothing"
         return first.code, f"rank {first.rank} of {processes} failed first, with exit code {first.code}: {said}"
     missing = sorted(set(range(processes)) - {each.rank for each in ends})
+    if missing and gone and set(missing) <= set(gone):
+        return EXIT_PREEMPTED, ""
     if missing:
         ranks = ", ".join(map(str, missing[:8])) + (" and more" if len(missing) > 8 else "")
         said = ray_said.strip() or "Ray said nothing"

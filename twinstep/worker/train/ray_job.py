@@ -89,18 +89,21 @@ def train(asked: Asked) -> tuple[int, str]:
     with _connected(), tempfile.TemporaryDirectory(prefix="twinstep-ray-") as folder, _listening() as stop:
         begun, count, told = time.monotonic(), 0, ""
         while True:
-            code, why, node_went = _attempt(asked, stop, storage=f"{folder}/{count}", told=told)
+            code, why, node_went, step = _attempt(asked, stop, storage=f"{folder}/{count}", told=told)
             if code != EXIT_PREEMPTED or not node_went or not _room_again(asked, stop):
                 return code, why
             count += 1
             LOG.warning("a node was taken away; ranks saved what they had, and start again for the %d. time", count)
             reason = "the node of a rank was taken away"
             seconds = round(time.monotonic() - begun, 3)
-            told = json.dumps({"count": count, "reason": reason, "step": 0, "seconds": seconds})
+            told = json.dumps({"count": count, "reason": reason, "step": step, "seconds": seconds})
 
 
-def _attempt(asked: Asked, stop: threading.Event, *, storage: str, told: str) -> tuple[int, str, bool]:
-    """Run a group of ranks; return the exit code, why it failed, and whether a worker's node that is to go ended it.
+def _attempt(asked: Asked, stop: threading.Event, *, storage: str, told: str) -> tuple[int, str, bool, int | None]:
+    """Run a group of ranks.
+
+    Returns:
+        The exit code; why it failed; whether a worker's node that is to go ended it; steps that are known to be done.
 
     Args:
         told: what a supervisor would tell a worker of the one before it; empty for the first.
@@ -125,9 +128,10 @@ def _attempt(asked: Asked, stop: threading.Event, *, storage: str, told: str) ->
         # Nothing is kept there: checkpoints are the worker's own. Ray Train itself starts nothing again.
         run_config=RunConfig(name="run", storage_path=storage),
     )
-    said, node_goes = _fit(trainer, board, stop)
-    code, why = outcome(ray.get(board.ends.remote()), asked.processes, ray_said=said)
-    return code, why, node_goes and not stop.is_set()
+    said, going = _fit(trainer, board, stop)
+    ends, gone, step = ray.get([board.ends.remote(), board.on.remote(going), board.step.remote()])
+    code, why = outcome(ends, asked.processes, ray_said=said, gone=gone)
+    return code, why, bool(going) and not stop.is_set(), step
 
 
 def _room_again(asked: Asked, stop: threading.Event) -> bool:
@@ -184,11 +188,11 @@ def _listening() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _fit(trainer: Any, board: Any, stop: threading.Event) -> tuple[str, bool]:
+def _fit(trainer: Any, board: Any, stop: threading.Event) -> tuple[str, set[str]]:
     """Run a trainer in a thread of its own, so that this one hears signals.
 
     Returns:
-        What it raised, in words, and whether ranks were asked to leave since a node is to go that is not the head's.
+        What it raised, in words, and the nodes of ranks that are to go, for which ranks were asked to leave.
     """
     raised: list[BaseException] = []
 
@@ -200,7 +204,7 @@ def _fit(trainer: Any, board: Any, stop: threading.Event) -> tuple[str, bool]:
 
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
     thread.start()
-    asked, node_goes, looked = False, False, 0.0
+    asked, going, looked = False, set[str](), 0.0
     while thread.is_alive():
         thread.join(LOOK)
         if asked:
@@ -210,11 +214,10 @@ def _fit(trainer: Any, board: Any, stop: threading.Event) -> tuple[str, bool]:
             going = _going_of(board)
             if _here() in going:
                 stop.set()
-            node_goes = bool(going)
-        if stop.is_set() or node_goes:
+        if stop.is_set() or going:
             asked = True
             board.ask.remote()
-    return "".join(str(error) for error in raised), node_goes
+    return "".join(str(error) for error in raised), going
 
 
 def _here() -> str:

@@ -15,9 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any
 
 from twinstep.worker.train.environment import RESTART
+from twinstep.worker.train.heartbeat import last_step
 from twinstep.worker.train.launch import end_with_parent
 from twinstep.worker.train.ranks import Ranks
 from twinstep.worker.train.ray_board import Ended
@@ -26,7 +28,8 @@ POLL = 0.25  # seconds between looks at the child and at the board
 PEER_PATIENCE = 15.0  # seconds that a rank has to end by itself once another failed
 LAST_WORDS = 5.0  # seconds that the others have to say so
 LAST_LINES, LAST_CHARACTERS = 12, 2000
-REPORTING = ("TWINSTEP_RUN_ID", "TWINSTEP_RUN_DIR", "TWINSTEP_API_URL", "TWINSTEP_RUN_TOKEN")
+RUN_DIR = "TWINSTEP_RUN_DIR"
+REPORTING = ("TWINSTEP_RUN_ID", RUN_DIR, "TWINSTEP_API_URL", "TWINSTEP_RUN_TOKEN")
 
 
 class RankFailed(Exception):
@@ -70,7 +73,7 @@ def run_rank(config: dict[str, Any]) -> None:
     tail: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
     readers = [_reader(child.stdout, sys.stdout, None, shown=rank == 0), _reader(child.stderr, sys.stderr, tail)]
     try:
-        _wait(child, board)
+        _wait(child, board, Path(environment[RUN_DIR]) if ranks.first and environment.get(RUN_DIR) else None)
     finally:
         if child.poll() is None:
             child.kill()
@@ -105,13 +108,21 @@ def _start(spec: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
     return child
 
 
-def _wait(child: subprocess.Popen[str], board: Any) -> None:
-    """Wait for a rank's process; pass on a wish to stop once, and end it where another rank has failed."""
+def _wait(child: subprocess.Popen[str], board: Any, run_dir: Path | None) -> None:
+    """Wait for a rank's process; pass on a wish to stop once, and end it where another rank has failed.
+
+    Args:
+        run_dir: where it says how many steps are done, which is passed on.
+    """
     import ray
 
-    asked, until = False, None
+    asked, until, told = False, None, None
     while child.poll() is None:
         time.sleep(POLL)
+        step = last_step(run_dir)  # of a child that has ended, too
+        if step not in (None, told):
+            board.done.remote(step)
+            told = step
         stop, failed = ray.get(board.orders.remote())
         if stop and not asked:
             asked = True
