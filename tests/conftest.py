@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +16,9 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["JAX_PLATFORMS"] = "cpu"
+# A shell without job control starts what it puts in the background with SIGINT ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 KEPT = ("TWINSTEP_FIXTURES", "TWINSTEP_CHROMIUM", "TWINSTEP_KEEP_PICTURE", "TWINSTEP_TEST_KUBECONFIG")
 # A test that starts processes must not find a control plane or a run of the person who runs the tests.
 for name in [name for name in os.environ if name.startswith("TWINSTEP_") and name not in KEPT]:

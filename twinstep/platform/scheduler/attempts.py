@@ -85,9 +85,13 @@ class Verbs:
                 remedy=f"wait for its end, or cancel it first: twinstep cancel {job.id}",
             )
         self._not_succeeded(job, "retry")
-        warnings = check_runnable(validate_spec(job.spec, source="the job's spec"), self._settings)
+        warnings = self._runs_here(job)
         says = ", from its last checkpoint"
         return NewAttempt(verb="retried", after=run.id, version=run.version, says=says, warnings=warnings)
+
+    def _runs_here(self, job: JobDetail) -> tuple[str, ...]:
+        """Return what speaks against the job's spec here; raise SpecError where it cannot run."""
+        return check_runnable(validate_spec(job.spec, source="the job's spec"), self._settings)
 
     def resume(self, job_id: str, *, actor: str, key: str | None = None) -> tuple[JobDetail, bool]:
         """Let a suspended job go on, or one that failed or was cancelled, by a new run from where it came to.
@@ -109,7 +113,7 @@ class Verbs:
                 self._nudge()
             return None
         self._not_succeeded(job, "resume")
-        warnings = check_runnable(validate_spec(job.spec, source="the job's spec"), self._settings)
+        warnings = self._runs_here(job)
         return NewAttempt(
             verb="resumed",
             warnings=warnings,
