@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,9 +86,9 @@ def test_a_failed_job_says_why_on_top(plane: Any, page: Page) -> None:
     expect(page.locator(".tw-next")).to_contain_text("Next: lower optimizers.dense.lr")
 
 
-def test_whatever_a_spec_or_a_worker_says_stays_text(plane: Any, page: Page, charts: Any) -> None:
+def test_whatever_a_spec_or_a_worker_says_stays_text(plane: Any, page: Page, charts: Any, tmp_path: Path) -> None:
     markup = "<img src=x onerror=window.hacked=1>`${window.hacked=2}`</script><script>window.hacked=3</script>"
-    job = plane.submit("evil-run", compile={"cache_dir": markup})
+    job = plane.submit("evil-run", compile={"cache_dir": f"{tmp_path}/{markup}"})
     plane.when(job["id"], "succeeded")
     page.goto(plane.url)
     expect(page.get_by_role("link", name="evil-run")).to_be_visible()

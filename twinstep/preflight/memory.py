@@ -176,13 +176,12 @@ def _table_copy(spec: JobSpec, state: tuple[Held, ...], where: Where) -> int:
 
 
 def copies_tables(spec: JobSpec) -> bool:
-    """Say whether a TPU's step copies tables; a ring's kernel wants whole lanes whatever the width.
+    """Say whether a TPU's step copies tables, which a ring gathers from as a dense step does (`is_copied`).
 
     SparseCores update rows where they lie, elementwise; a row-wise rule runs on the TensorCore, for which a table is
     copied into whole lanes (v5p: and back). Held to libtpu 0.0.42.1 by tests/unit/embedding/test_sparsecore_tpu.py.
     """
     width, rowwise = spec.model.embedding_dim, spec.optimizers.sparse.kind == "rowwise_adagrad"
-    engines = {
-        "dense": is_copied(width), "ring": width % LANES != 0, "sparsecore": rowwise and width % LANES != 0,
-    }  # fmt: skip
+    copied = is_copied(width)
+    engines = {"dense": copied, "ring": copied, "sparsecore": rowwise and width % LANES != 0}
     return engines.get(spec.embedding.engine, False)
