@@ -150,11 +150,11 @@ def test_a_person_clicks_from_the_list_to_the_finished_run_and_finds_its_charts(
     expect(row).to_contain_text(f"{STEPS} / {STEPS}")
     expect(row).to_contain_text(f"{finished['summary']['auc']:.4f}")
     row.click(position={"x": 700, "y": 20})
-    expect(page.locator(".tw-chart canvas")).to_have_count(3)
+    expect(page.locator(".tw-chart canvas")).to_have_count(4)
     page.wait_for_timeout(1000)
     assert [point[0] for point in charts.points(0)] == list(range(1, STEPS + 1))
     assert [point[0] for point in charts.points(1)] == list(range(100, STEPS + 1, 100))
-    assert min(charts.painted(chart) for chart in range(3)) > 1000
+    assert min(charts.painted(chart) for chart in range(4)) > 1000
     expect(page.get_by_text("AUC of item mean", exact=True).first).to_be_visible()
     if os.environ.get("TWINSTEP_KEEP_PICTURE"):
         PICTURE.parent.mkdir(parents=True, exist_ok=True)
