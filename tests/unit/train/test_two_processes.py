@@ -17,6 +17,7 @@ import pytest
 
 from twinstep.spec.errors import UnavailableError
 from twinstep.spec.parse import validate_spec
+from twinstep.spec.placement import SHARD_BYTES
 from twinstep.worker.checkpoint.place import open_place
 from twinstep.worker.checkpoint.read import Reader
 from twinstep.worker.embedding.sparsecore import fdo
@@ -50,10 +51,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def spec_of(model: dict[str, Any], engine: str, checkpoints: Path, *, devices: int, steps: int) -> dict[str, Any]:
+    # Large enough that a dense step splits its rows over the devices.
+    rows = {"rows": {"item_id": SHARD_BYTES // (4 * model["embedding_dim"])}} if engine == "dense" else {}
     return {
         "name": "t",
         "model": model,
-        "data": CLICKS if model is DLRM else HISTORIES,
+        "data": CLICKS if model is DLRM else {**HISTORIES, **rows},
         "accelerator": {"kind": "cpu", "devices": devices},
         "compile": {"backend": "xla", "cache": False},
         # Adam keeps a count of steps, a tensor without dimensions; histories keep SGD, which amplifies no rounding.
