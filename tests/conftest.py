@@ -7,8 +7,10 @@ on a machine that cannot build its code.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +25,17 @@ KEPT = ("TWINSTEP_FIXTURES", "TWINSTEP_CHROMIUM", "TWINSTEP_KEEP_PICTURE", "TWIN
 # A test that starts processes must not find a control plane or a run of the person who runs the tests.
 for name in [name for name in os.environ if name.startswith("TWINSTEP_") and name not in KEPT]:
     del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def _handlers_end_with_their_test() -> Iterator[None]:
+    """Take back what a command run in this process gave the root logger: its stream is closed after the test."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for each in [each for each in root.handlers if each not in before]:
+        root.removeHandler(each)
+    root.setLevel(level)
 
 
 def _compiles_with_inductor(item: pytest.Item) -> bool:
