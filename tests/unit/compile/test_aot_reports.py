@@ -195,7 +195,8 @@ def test_a_compiler_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_a_small_step_compiles_for_a_slice_with_its_state_donated_and_few_collectives(tmp_path: Path) -> None:
-    spec = SPEC.model_copy(update={"compile": SPEC.compile.model_copy(update={"cache_dir": str(tmp_path)})})
+    kept = {"compile": SPEC.compile.model_copy(update={"cache_dir": str(tmp_path)})}
+    spec = SPEC.model_copy(update={**kept, "embedding": SPEC.embedding.model_copy(update={"engine": "dense"})})
     found = ahead.compile_spec(spec, effort="quick", keep=True)
     assert found.kept is not None
     assert Path(found.kept).is_relative_to(tmp_path)
