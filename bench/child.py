@@ -104,6 +104,7 @@ def environment(cache_dir: Path | None) -> dict[str, str]:
     """Return a child's environment: this one's, less what would make it a run of a control plane."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TWINSTEP_")}
     kept.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while another side works would slow it
+    kept.setdefault("GOMP_SPINCOUNT", "1000")  # as a run has it
     kept["JAX_PLATFORMS"] = "cpu"
     if cache_dir is not None:
         kept["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir)

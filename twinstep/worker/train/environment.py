@@ -113,6 +113,7 @@ def prepare_environment(spec: JobSpec) -> None:
     # OpenMP threads that spin while they wait take the processor from those that work; on small shared machines that
     # made steps several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # turns, some microseconds: a step has hundreds of short loops
     if isinstance(spec.accelerator, TpuSpec):
         _check_host(spec.accelerator)
         os.environ["JAX_PLATFORMS"] = "tpu,cpu"  # TPUs are the devices of a mesh, and the host's CPU is there too
