@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from twinstep.spec.errors import TwinstepError, UnavailableError
+from twinstep.worker.train.environment import settle_threads
 
 ROOT = Path(__file__).parents[1]
 END_LIMIT = 20.0  # seconds a child may take to end once it is told to
@@ -103,8 +104,7 @@ class Child:
 def environment(cache_dir: Path | None) -> dict[str, str]:
     """Return a child's environment: this one's, less what would make it a run of a control plane."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TWINSTEP_")}
-    kept.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while another side works would slow it
-    kept.setdefault("GOMP_SPINCOUNT", "1000")  # as a run has it
+    settle_threads(kept)  # as a run has them: those that spin while another side works would slow it
     kept["JAX_PLATFORMS"] = "cpu"
     if cache_dir is not None:
         kept["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir)

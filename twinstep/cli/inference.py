@@ -113,8 +113,9 @@ def score(
 
 def _prepare() -> None:
     """Set what torch reads when it is loaded: scoring is on the CPU."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # turns, some microseconds: a step has hundreds of short loops
+    from twinstep.worker.train.environment import settle_threads
+
+    settle_threads(os.environ)
 
 
 @contextlib.contextmanager

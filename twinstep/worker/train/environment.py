@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import stat
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +91,16 @@ def grace_seconds(spec: JobSpec) -> float:
     return float(spec.kubernetes.grace_seconds)
 
 
+def settle_threads(environ: MutableMapping[str, str]) -> None:
+    """Say how OpenMP's threads wait, where nobody has said so; libgomp reads it when it is loaded.
+
+    Threads that spin while they wait take the processor from those that work, which on small shared machines made steps
+    several times slower; asleep after each of a step's hundreds of short loops, two are as fast as one.
+    """
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
+    environ.setdefault("GOMP_SPINCOUNT", "1000")  # turns, some microseconds
+
+
 def prepare_environment(spec: JobSpec) -> None:
     """Set the variables that torch, jax and OpenMP read when they are loaded.
 
@@ -110,10 +121,7 @@ def prepare_environment(spec: JobSpec) -> None:
             f"WORLD_SIZE is {ranks.size}, and embedding.engine {spec.embedding.engine} divides no batch over ranks",
             remedy="set embedding.engine: torchrec, or start one process",
         )
-    # OpenMP threads that spin while they wait take the processor from those that work; on small shared machines that
-    # made steps several times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # turns, some microseconds: a step has hundreds of short loops
+    settle_threads(os.environ)
     if isinstance(spec.accelerator, TpuSpec):
         _check_host(spec.accelerator)
         os.environ["JAX_PLATFORMS"] = "tpu,cpu"  # TPUs are the devices of a mesh, and the host's CPU is there too

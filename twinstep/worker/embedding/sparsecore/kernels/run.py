@@ -249,10 +249,10 @@ def run_write_block(turns: Any, tables: Any, cores: Any, kept: Any, edges: Any, 
     while low < high:
         for number in range(low, high):
             task = tables[2][number]
-            low, high = edges[number, block], edges[number, block + 1]
+            begin, end = edges[number, block], edges[number, block + 1]
             _, gains, samples = stretches(task, kept)
             at = (task[T_CORE] - task[T_DEVICE] * cores[2]) * max(cores[0], MIN_PARTITIONS)
-            entries = kept[0][task[T_KEPT] + low :]
+            entries = kept[0][task[T_KEPT] + begin :]
             stack = tables[1][task[T_STACK]]
-            write(entries, high - low, gains, samples, stack, task, at, out[0][number], out[1][number], out[2][number])
+            write(entries, end - begin, gains, samples, stack, task, at, out[0][number], out[1][number], out[2][number])
         low, high = claim(turns)
