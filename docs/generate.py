@@ -21,7 +21,8 @@ from twinstep.platform.api.problems import STATUS
 from twinstep.platform.scheduler.service import Service
 from twinstep.spec import states
 from twinstep.spec.errors import TwinstepError
-from twinstep.spec.job import DATASETS_OF_ROWS, OPTIMIZER_SETTINGS, JobSpec
+from twinstep.spec.job import DATASETS_OF_ROWS, JobSpec
+from twinstep.spec.optimizers import OPTIMIZER_SETTINGS
 from twinstep.spec.states import FINAL, MOVES, RunState
 
 HERE = Path(__file__).parent / "reference"
@@ -30,9 +31,11 @@ Schema = Mapping[str, Any]
 
 RULES = (
     ("model.kind", "`dlrmv3` where it is left out"),
+    ("model.source", "null, or a whole path of the image, with `accelerator.kind: tpu` and `gpu`"),
     (
         "data.dataset",
-        f"`{'`, `'.join(DATASETS_OF_ROWS)}` with `model.kind: dlrm` and no other, which has the first by default",
+        f"`{'`, `'.join(DATASETS_OF_ROWS)}` with `model.kind: dlrm`, which has the first by default and no other; "
+        "`module` takes all",
     ),
     (
         "data.path",

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from twinstep.spec.embedding import FUSED, FUSED_ON_GPUS
-from twinstep.spec.job import SparseOptimizerSpec
+from twinstep.spec.optimizers import SparseOptimizerSpec
 from twinstep.worker.embedding.hybrid import sharded
 from twinstep.worker.embedding.hybrid.plan import TableSize, plan_tables
 

@@ -31,7 +31,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from twinstep.spec.errors import CaptureError, CompileError
+from twinstep.spec.errors import CaptureError, CompileError, TwinstepError
 from twinstep.worker.compile.accumulation import (
     GradientsMatter,
     Left,
@@ -335,7 +335,7 @@ def _first_trace(flat_step: _FlatStep, example: list[Tensor]) -> fx.GraphModule:
             Stages(flat_step.state.model, flat_step.state.optimizers),
         ):
             return make_fx(flat_step, tracing_mode="fake", _allow_non_fake_inputs=True)(*example)
-    except CompileError:
+    except TwinstepError:  # ours, or of a model that says itself what is wrong with it
         raise
     except Exception as error:
         raise _capture_error(error) from error

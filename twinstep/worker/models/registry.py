@@ -29,6 +29,7 @@ from twinstep.worker.models.config import (
 from twinstep.worker.models.dlrm import DLRM, init_dlrm
 from twinstep.worker.models.dlrmv3 import DLRMv3
 from twinstep.worker.models.init import init_dlrmv3
+from twinstep.worker.models.module import build_module, module_config
 
 MIN_POSITION_ROWS = 256
 GIB = 2**30
@@ -42,6 +43,7 @@ def build_model(spec: JobSpec, schema: AnySchema) -> nn.Module:
 
     Raises:
         TrainError: the tables cannot fit into this machine's memory.
+        SpecError, TrainError: of a user's own module, see `build_module`.
     """
     return MODELS[spec.model.kind](spec, schema)
 
@@ -153,6 +155,12 @@ def _build_dlrm(spec: JobSpec, schema: AnySchema) -> nn.Module:
     return model
 
 
+def _build_module(spec: JobSpec, schema: AnySchema) -> nn.Module:
+    if torch.get_default_device().type != "meta":
+        _check_memory(module_config(spec, schema).tables)
+    return build_module(spec, schema)
+
+
 def _check_memory(tables: Sequence[TableConfig]) -> None:
     """Refuse tables larger than memory before the system kills the process for them."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -165,4 +173,8 @@ def _check_memory(tables: Sequence[TableConfig]) -> None:
         )
 
 
-MODELS: dict[str, Callable[[JobSpec, AnySchema], nn.Module]] = {"dlrmv3": _build_dlrmv3, "dlrm": _build_dlrm}
+MODELS: dict[str, Callable[[JobSpec, AnySchema], nn.Module]] = {
+    "dlrmv3": _build_dlrmv3,
+    "dlrm": _build_dlrm,
+    "module": _build_module,
+}

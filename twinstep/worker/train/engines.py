@@ -22,6 +22,7 @@ from twinstep.worker.compile import CompileEvent, CompileWarning, Runner, StepCo
 from twinstep.worker.data.batch import BATCH_DIMS, BatchStats
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch
+from twinstep.worker.models.module import GIVEN_ROWS, check_lookups
 from twinstep.worker.train.asked import mesh_for, shipped_for, strategies_of
 from twinstep.worker.train.environment import cache_directory
 from twinstep.worker.train.processes import Together
@@ -38,7 +39,7 @@ class Parts:
     spec: JobSpec
     model: nn.Module
     optimizers: Mapping[str, Optimizer]
-    """`dense` and `sparse`."""
+    """`dense` and `sparse`; of a user's module only one where it has no parameters for the other."""
     loader: Loader
     on_start: Callable[[str], None]
     """Called with the reason before each compile."""
@@ -180,4 +181,6 @@ ENGINES: dict[str, Callable[[Parts], Stepper]] = {
 
 def make_stepper(parts: Parts) -> Stepper:
     """Return the Stepper of a run, of the engine that its spec names."""
+    if parts.spec.embedding.engine in GIVEN_ROWS:
+        check_lookups(parts.model, parts.loader.train_batch(0)[0])
     return ENGINES[parts.spec.embedding.engine](parts)

@@ -34,7 +34,7 @@ ATTEMPT = "TWINSTEP_ATTEMPT"
 MAY_CHANGE = frozenset(
     {"data.batch_size", "data.uih_budget", "data.path", "data.cache_dir", "data.on_bad_row"}
     | {"data.prefetch", "data.loader_workers", "data.eval_candidates"}
-    | {"model.preset", "model.action_init_std"}
+    | {"model.preset", "model.action_init_std", "model.source", "model.dense_parameters"}
 )
 """Fields of model and data that a run may go on with otherwise: how much at once, where files lie, how it began and is
 scored."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from twinstep.spec.job import SparseOptimizerSpec
+from twinstep.spec.optimizers import SparseOptimizerSpec
 from twinstep.spec.table_names import module_name, table_name
 from twinstep.worker.embedding.hybrid.plan import TablePlan
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from twinstep.spec.job import SparseOptimizerSpec
+from twinstep.spec.optimizers import SparseOptimizerSpec
 from twinstep.worker.embedding.collection import Lookup
 from twinstep.worker.embedding.hybrid.plan import TablePlan
 from twinstep.worker.embedding.hybrid.sharded import (
