@@ -142,6 +142,14 @@ class Stepper:
         """Go on from what `random_state` gave."""
         self._compiler.set_random_state(state)
 
+    def compiled_for(self) -> dict[str, Any]:
+        """Return what the newest program was made for, for a checkpoint, as JSON values."""
+        return self._compiler.compiled_for()
+
+    def go_on_after(self, before: Mapping[str, Any]) -> None:
+        """Say of the first compile why it is needed, by what `compiled_for` gave before the run was stopped."""
+        self._compiler.go_on_after(before)
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint is to hold of the engine beside tensors, as JSON values."""
         return {}
