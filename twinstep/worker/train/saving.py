@@ -26,10 +26,9 @@ from twinstep.worker.checkpoint.place import LocalPlace, UriPlace
 from twinstep.worker.checkpoint.saver import Checkpoints
 from twinstep.worker.checkpoint.shares import Held
 from twinstep.worker.train.engines import Stepper
+from twinstep.worker.train.environment import PLACE, named_place
 from twinstep.worker.train.versions import software_versions
 
-PLACE = "TWINSTEP_CHECKPOINTS"
-"""Environment variable: the job's own place, where a control plane gave it one."""
 ATTEMPT = "TWINSTEP_ATTEMPT"
 MAY_CHANGE = frozenset(
     {"data.batch_size", "data.uih_budget", "data.path", "data.cache_dir", "data.on_bad_row"}
@@ -48,7 +47,7 @@ def place_of(spec: CheckpointSpec) -> str | None:
     Raises:
         SpecError: some are wanted, and there is no place for them.
     """
-    where = os.environ.get(PLACE) or spec.path
+    where = named_place(spec)
     if where is None and spec.periodic:
         raise SpecError(
             "checkpoints are wanted, and checkpoint.path names no place for them",
@@ -129,6 +128,7 @@ class Saving:
             return None
         manifest, values = found
         self._stepper_takes(values)
+        self._stepper.go_on_after(manifest.about.get("compiled_for", {}))
         self._saved_step = manifest.step
         return manifest
 
@@ -199,6 +199,7 @@ class Saving:
             "spec": self._spec.model_dump(mode="json"),
             "versions": software_versions(),
             "compile_key": self.key,
+            "compiled_for": self._stepper.compiled_for(),
             "host": machine.node(),
             **more,
         }
