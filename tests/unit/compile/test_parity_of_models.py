@@ -47,7 +47,7 @@ def dlrm(interaction: Any) -> DLRM:
         cross_rank=4,
     )
     model = DLRM(config)
-    init_dlrm(model, generator=torch.Generator().manual_seed(0))
+    init_dlrm(model, seed=0)
     return model
 
 

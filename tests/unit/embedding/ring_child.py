@@ -19,10 +19,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from torch import nn
 
+from twinstep.worker.embedding.initial import Normal
 from twinstep.worker.embedding.optim import RowWiseAdagrad as TorchRowWiseAdagrad
 from twinstep.worker.embedding.ring.device.engine import WEIGHT, Bags, Engine
 from twinstep.worker.embedding.ring.plan import RingPlan
-from twinstep.worker.embedding.sparsecore.initial import Normal
 from twinstep.worker.embedding.sparsecore.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 from twinstep.worker.embedding.sparsecore.spec import Feature, Table
 

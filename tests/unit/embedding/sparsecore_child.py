@@ -15,9 +15,9 @@ import numpy as np
 import sparsecore_reference as reference
 from jax.sharding import Mesh
 
+from twinstep.worker.embedding.initial import Normal
 from twinstep.worker.embedding.sparsecore.device.engine import Engine, Inputs
 from twinstep.worker.embedding.sparsecore.device.entries import Csr
-from twinstep.worker.embedding.sparsecore.initial import Normal
 from twinstep.worker.embedding.sparsecore.logical import to_logical
 from twinstep.worker.embedding.sparsecore.optimizers import Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 from twinstep.worker.embedding.sparsecore.spec import Cores, Feature, Limits, Quantization, Table
@@ -161,7 +161,9 @@ def main(split_on: list[str], meshes: list[str]) -> None:
         found["starts_alike"] = same(first, start)
         if moved is not None:
             there = moved
-            loaded = case.engine.from_logical(lambda t, p, a, b, there=there: there[f"{t}/{p}"][a:b], chunk_rows=24)
+            loaded = case.engine.from_logical(
+                lambda t, p, a, b, by, there=there: there[f"{t}/{p}"][a:b:by], chunk_rows=24
+            )
             found["moves"] = same(moved, logical(case.engine, loaded))
         moved = after
         out[mesh] = found

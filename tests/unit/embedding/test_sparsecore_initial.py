@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
 from twinstep.spec.errors import SpecError
-from twinstep.worker.embedding.sparsecore.initial import Normal, Uniform, first_rows, table_key, threefry
+from twinstep.worker.embedding.initial import Normal, Uniform, first_rows, table_key, threefry
 
 
 def test_the_generator_gives_the_published_numbers() -> None:

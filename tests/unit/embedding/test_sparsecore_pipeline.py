@@ -13,10 +13,10 @@ import sparsecore_reference as reference
 from jax.sharding import Mesh
 
 from twinstep.spec.errors import DataError, SpecError, TrainError
+from twinstep.worker.embedding.initial import Uniform
 from twinstep.worker.embedding.sparsecore.device.engine import Engine, Inputs
 from twinstep.worker.embedding.sparsecore.device.entries import Csr
 from twinstep.worker.embedding.sparsecore.device.pipeline import Trainer
-from twinstep.worker.embedding.sparsecore.initial import Uniform
 from twinstep.worker.embedding.sparsecore.optimizers import SGD
 from twinstep.worker.embedding.sparsecore.spec import Cores, Feature, Limits, Table
 from twinstep.worker.embedding.sparsecore.stacking import plan_stacks
@@ -57,7 +57,7 @@ def table_of(engine: Engine, tables: Any) -> np.ndarray:
 def whole_numbers(engine: Engine) -> Any:
     """Return tables of small whole numbers."""
     values = np.random.default_rng(0).integers(-8, 8, (ROWS, DIM)).astype(np.float32)
-    return engine.from_logical(lambda table, part, start, stop: values[start:stop])
+    return engine.from_logical(lambda table, part, start, stop, step: values[start:stop:step])
 
 
 def simulated(first: np.ndarray, batches: int, delay: int) -> tuple[np.ndarray, float, list[float]]:

@@ -11,8 +11,8 @@ import pytest
 import sparsecore_reference as reference
 from jax.sharding import Mesh
 
+from twinstep.worker.embedding.initial import Normal
 from twinstep.worker.embedding.sparsecore.device.engine import Engine, _windows
-from twinstep.worker.embedding.sparsecore.initial import Normal
 from twinstep.worker.embedding.sparsecore.inputs import Ragged
 from twinstep.worker.embedding.sparsecore.logical import to_logical
 from twinstep.worker.embedding.sparsecore.optimizers import Adagrad

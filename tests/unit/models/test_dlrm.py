@@ -37,7 +37,7 @@ def make(interaction: Literal["dot", "dcn"] = "dcn") -> DLRM:
             cross_rank=5,
         )
     )
-    init_dlrm(model, generator=torch.Generator().manual_seed(0))
+    init_dlrm(model, seed=0)
     return model
 
 

@@ -91,7 +91,7 @@ class JobWithRuns:
     in_cluster: bool
     """Whether its newest run is a cluster's, not this machine's."""
     suspended: bool
-    """Whether it is suspended, or somebody asked for it to be."""
+    """Whether somebody asked for it to be suspended."""
     heard: float | None
     """When its worker was last heard of."""
     may_steer: bool = False

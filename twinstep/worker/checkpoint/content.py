@@ -17,6 +17,7 @@ from twinstep.worker.checkpoint.errors import MisfitError
 from twinstep.worker.checkpoint.manifest import Manifest, Part
 from twinstep.worker.checkpoint.shares import Rows, Share
 from twinstep.worker.compile.state import Slot, materialise
+from twinstep.worker.embedding.declared import declared
 
 RANDOM = "random:"
 """Beginning of the path of a random generator's state."""
@@ -105,6 +106,8 @@ def load_tensors(values: Mapping[str, Tensor], model: nn.Module, optimizers: Map
         for path, tensor in live.items():
             if path in values:
                 tensor.copy_(values[path])
+                if (known := declared(tensor)) is not None:
+                    known.is_whole()
         for name, parameter in model.named_parameters():
             saved = values.get(Slot("gradient", f"gradient/{name}").path)
             parameter.grad = None if saved is None else saved.to(parameter.device).clone()
@@ -125,12 +128,18 @@ class Snapshot:
             (part.path, part.start): part.rows for part in self.parts
         }
         self.parts = [
-            Part(path, tuple(tensor.shape), start, self._copied((path, start), rows))
+            Part(path, tuple(tensor.shape), start, self._kept(path, tensor, start, rows))
             for path, tensor in tensors.items()
             for start, rows in _rows_of(tensor.detach(), None if share is None else share.get(path, []))
         ]
         self._buffers = {}
         self.tensors = {part.path: part.rows for part in self.parts if part.rows.shape == part.shape}
+
+    def _kept(self, path: str, tensor: Tensor, start: int, rows: Tensor) -> Tensor:
+        """Return a copy of rows of a tensor; of a declared one those that were brought to be saved, as they are."""
+        known = declared(tensor)
+        room = None if known is None else known.saved(start, start + len(rows))
+        return self._copied((path, start), rows) if room is None else room
 
     def _copied(self, key: tuple[str, int], tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(key)

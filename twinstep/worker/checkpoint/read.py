@@ -110,6 +110,26 @@ class Reader:
         self.bytes_read += count
 
 
+class SavedRows:
+    """One tensor's rows, read where they are wanted: a `Source` of a declared tensor.
+
+    Shards of a table take turns within a chunk of rows, so the chunk read last is kept for the next of them.
+    """
+
+    def __init__(self, reader: Reader, path: str) -> None:
+        self._reader, self._path = reader, path
+        self._first, self._kept = 0, torch.empty(0)
+
+    def rows(self, start: int, stop: int, step: int = 1) -> Tensor:
+        """Return rows start, start + step, … below stop."""
+        if step == 1:
+            return self._reader.rows(self._path, start, stop)
+        first = start - start % step
+        if not self._first <= first <= stop <= self._first + len(self._kept):
+            self._first, self._kept = first, self._reader.rows(self._path, first, stop)
+        return self._kept[start - self._first : stop - self._first : step]
+
+
 def _unread(what: str, error: Exception) -> UnavailableError:
     """Return the error of a disk or store (OSError, or what its client raises) that gives nothing now: no damage."""
     return UnavailableError(

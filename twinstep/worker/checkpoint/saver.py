@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +32,7 @@ from twinstep.worker.checkpoint.read import Reader
 from twinstep.worker.checkpoint.shares import Held, shares
 from twinstep.worker.checkpoint.write import Written, commit
 
+Value = TypeVar("Value")
 NAME = re.compile(r"^(\d{6,12})-step-(\d{1,12})(?:-[0-9a-f]{8})?$")  # number, step, and who wrote it where several may
 
 
@@ -115,6 +116,37 @@ class Checkpoints:
             ForeignError: the newest is of another version's format; nothing was changed.
             UnavailableError: the disk or store does not give one; nothing was changed.
         """
+
+        def take(reader: Reader) -> tuple[Manifest, dict[str, Tensor]]:
+            values = reader.tensors({path: self.snapshot.tensors.get(path) for path in reader.manifest.tensors})
+            load_tensors(values, model, optimizers)
+            self.snapshot.tensors = values
+            return reader.manifest, values
+
+        return self._newest(take, model, optimizers, fits)
+
+    def find(
+        self,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        *,
+        fits: Callable[[Manifest], None] | None = None,
+    ) -> str | None:
+        """Return the name of the checkpoint that `restore` would load, every byte of which holds; raises as it does."""
+
+        def take(reader: Reader) -> str:
+            reader.verify()
+            return reader.name
+
+        return self._newest(take, model, optimizers, fits)
+
+    def _newest(
+        self,
+        take: Callable[[Reader], Value],
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        fits: Callable[[Manifest], None] | None,
+    ) -> Value | None:
         problem: DamagedError | None = None
         for reader in self._newest_first():
             if isinstance(reader, DamagedError):
@@ -124,15 +156,13 @@ class Checkpoints:
             if fits is not None:
                 fits(reader.manifest)
             try:
-                values = reader.tensors({path: self.snapshot.tensors.get(path) for path in reader.manifest.tensors})
+                found = take(reader)
             except DamagedError as error:
                 problem = error
                 self._set_aside(reader.name, error)
                 continue
-            load_tensors(values, model, optimizers)
-            self.snapshot.tensors = values
             self.last_step = reader.manifest.step
-            return reader.manifest, values
+            return found
         if problem is not None:
             raise DamagedError(
                 f"no checkpoint in {self.place.url} is whole; the last one tried: {problem.problem}",

@@ -47,6 +47,12 @@ class Around(Protocol):
     def pull(self) -> None:
         """Bring the live tables and slots up to date."""
 
+    def pull_own(self) -> None:
+        """Bring up to date at least the rows of them that this process is to save."""
+
+    def settle(self) -> None:
+        """Let the state be that after all batches so far."""
+
     def push(self) -> None:
         """Take state from the live tables and slots."""
 

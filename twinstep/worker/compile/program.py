@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from twinstep.worker.compile.accumulation import Left
-
-if TYPE_CHECKING:
-    from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.capture import Captured
 
 Collect = Callable[[], list[Tensor]]
 """Waits for a step that was started, and returns the user's outputs, flat; called once."""
@@ -54,6 +52,12 @@ class Backend(Protocol):
 
     def pull_own(self) -> RowsHeld:
         """As `pull`; of tensors that no process has whole, bring this one's rows alone, and say who has which."""
+
+    def pull_rest(self) -> RowsHeld:
+        """As `pull_own`, but bring nothing of tensors that no process has whole: `rows_here` gives rows of them."""
+
+    def rows_here(self, path: str, ids: Any) -> Any:
+        """Return rows of a tensor that `pull_rest` named, [n, …]; zeros for those that other processes give."""
 
     def push(self) -> None: ...
 

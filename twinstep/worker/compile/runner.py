@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.annotate import Spread
+from twinstep.worker.compile.capture import Captured, OutputTree, batch_leaves
 from twinstep.worker.compile.inputs import check_devices, check_finite, device_of, is_plain
 from twinstep.worker.compile.inspection import Capture, Inspectable
 from twinstep.worker.compile.interrupt import uninterrupted
@@ -24,10 +25,7 @@ from twinstep.worker.compile.lifted import Lifted
 from twinstep.worker.compile.lookups import explain
 from twinstep.worker.compile.program import Collect
 from twinstep.worker.compile.standing import batch_info, standing
-from twinstep.worker.compile.structure import OutputTree, Structure, batch_leaves, take_apart
-
-if TYPE_CHECKING:
-    from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.structure import Structure, take_apart
 
 
 class Pending:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from twinstep.spec.errors import CaptureError, CompileError
 from twinstep.worker.compile.accumulation import GradientInTrace, LiveGradients, trainable
 from twinstep.worker.compile.dampening import NOT_STEPPED, first_steps_followed
+from twinstep.worker.embedding.declared import declared
 
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
@@ -388,13 +389,15 @@ def materialise(key: str, optimizer: Optimizer) -> None:
 
     One step on zero gradients creates it; parameters and state that was there are then put back, and new state is
     zeroed, which is what the first step of the optimizers in STARTS_FROM_ZERO starts from. An optimizer that makes
-    its state when it is built (Adagrad, RowWiseAdagrad), or has taken a step already, needs none of it.
+    its state when it is built (Adagrad, RowWiseAdagrad), or has taken a step already, needs none of it; nor does one of
+    declared tables, whose state was made with it.
 
     Raises:
         CompileError: state is not a tensor, or would not start from zero; or the optimizer cannot take a step.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if all(optimizer.state.get(parameter) or not parameter.requires_grad for parameter in parameters):
+    made = (optimizer.state.get(each) or not each.requires_grad or declared(each) is not None for each in parameters)
+    if all(made):
         _check_state(key, optimizer)
         return
     if type(optimizer) not in STARTS_FROM_ZERO:

@@ -31,9 +31,9 @@ class Lookup:
 class EmbeddingTable(nn.Module):
     """One table; `weight` is [rows, dim] float32."""
 
-    def __init__(self, rows: int, dim: int) -> None:
+    def __init__(self, rows: int, dim: int, *, declared: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, dim))
+        self.weight = nn.Parameter(torch.empty(rows, dim, device="meta" if declared else None))
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`, [..., dim]."""
@@ -43,11 +43,11 @@ class EmbeddingTable(nn.Module):
 class EmbeddingCollection(nn.Module):
     """Tables by name; parameters are `embeddings.{table}.weight`, see `spec/table_names.py`."""
 
-    def __init__(self, tables: Mapping[str, tuple[int, int]]) -> None:
-        """Make a table of (rows, dim) per name, uninitialised."""
+    def __init__(self, tables: Mapping[str, tuple[int, int]], *, declared: bool = False) -> None:
+        """Make a table of (rows, dim) per name, uninitialised; on `meta` where they are to be declared."""
         super().__init__()
         self.embeddings = nn.ModuleDict(
-            {module_name(name): EmbeddingTable(rows, dim) for name, (rows, dim) in tables.items()}
+            {module_name(name): EmbeddingTable(rows, dim, declared=declared) for name, (rows, dim) in tables.items()}
         )
 
     def forward(self, table: str, ids: Tensor, valid: Tensor) -> Tensor:
@@ -80,6 +80,11 @@ class EmbeddingCollection(nn.Module):
             torch.cat([each.valid for each in lookups], dim=1),
         )
         return [part.sum(dim=1) for part in torch.split(rows_BSE, [each.ids.shape[1] for each in lookups], dim=1)]
+
+
+def tables_of(model: nn.Module) -> EmbeddingCollection:
+    """Return a model's tables."""
+    return next(each for each in model.modules() if isinstance(each, EmbeddingCollection))
 
 
 class GivenCollection(nn.Module):

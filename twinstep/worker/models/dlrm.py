@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from twinstep.worker.data.multi_hot import MultiHotBatch
 from twinstep.worker.embedding.collection import EmbeddingCollection, Lookup
+from twinstep.worker.embedding.declared import start_tables
+from twinstep.worker.embedding.initial import Uniform
 from twinstep.worker.models.config import DLRMConfig
 from twinstep.worker.models.heads import ModelOutput, count_binary, task_losses
 from twinstep.worker.models.layers import Linear
@@ -24,8 +26,8 @@ from twinstep.worker.models.layers import Linear
 class DLRM(nn.Module):
     """Bottom MLP and summed bags → interaction → over-arch → one logit or prediction per task."""
 
-    def __init__(self, config: DLRMConfig) -> None:
-        """Make the module, its matrices and tables uninitialised: `init_dlrm` fills them.
+    def __init__(self, config: DLRMConfig, *, declared: bool = False) -> None:
+        """Make the module, its matrices and tables uninitialised: `init_dlrm` fills them, or declares its tables.
 
         Raises:
             AssertionError: tables of several widths, which an interaction cannot cross.
@@ -36,7 +38,9 @@ class DLRM(nn.Module):
         dim, num_vectors = dims.pop(), len(config.features) + 1
         self.config = config
         self._num_binary = count_binary(config.tasks)
-        self._embedding_collection = EmbeddingCollection({t.name: (t.rows, t.dim) for t in config.tables})
+        self._embedding_collection = EmbeddingCollection(
+            {t.name: (t.rows, t.dim) for t in config.tables}, declared=declared
+        )
         self._bottom = relu_mlp((config.num_dense, *config.bottom_dims, dim), last=True)
         self._interaction: DotInteraction | LowRankCross
         if config.interaction == "dot":
@@ -130,17 +134,18 @@ def relu_mlp(dims: Sequence[int], *, last: bool) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def init_dlrm(model: DLRM, *, generator: torch.Generator) -> None:
-    """Fill the model as the public DLRM does, all from one generator, in the order of its parameters.
+def init_dlrm(model: DLRM, *, seed: int) -> None:
+    """Fill the model as the public DLRM does: tables by their own rule, all others from one generator, in their order.
 
     Tables uniform in ± rows^(-1/2); matrices normal with variance 2 / (in + out); biases with variance 1 / out.
     Cross layers: Xavier normal, zero bias.
     """
+    generator = torch.Generator().manual_seed(seed)
+    start_tables(model, lambda rows: Uniform(bound=rows**-0.5), seed)
     for name, parameter in model.named_parameters():
         if name.startswith("_embedding_collection."):
-            bound = parameter.shape[0] ** -0.5
-            nn.init.uniform_(parameter, -bound, bound, generator=generator)
-        elif parameter.dim() == 2:
+            continue
+        if parameter.dim() == 2:
             nn.init.xavier_normal_(parameter, generator=generator)
         elif not name.startswith("_interaction."):
             nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5, generator=generator)

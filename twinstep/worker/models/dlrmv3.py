@@ -83,12 +83,14 @@ class HSTUTransducer(nn.Module):
 class DLRMv3(nn.Module):
     """The whole model; `model(batch)` gives a ModelOutput."""
 
-    def __init__(self, config: DLRMv3Config) -> None:
+    def __init__(self, config: DLRMv3Config, *, declared: bool = False) -> None:
         super().__init__()
         self.config = config
         dims = {table.dim for table in config.tables}
         assert len(dims) == 1, "contextual slots share one batched map, so tables share a width"  # noqa: S101
-        self._embedding_collection = EmbeddingCollection({t.name: (t.rows, t.dim) for t in config.tables})
+        self._embedding_collection = EmbeddingCollection(
+            {t.name: (t.rows, t.dim) for t in config.tables}, declared=declared
+        )
         self._hstu_transducer = HSTUTransducer(config)
         self._item_embedding_mlp = mlp(
             config.tables[0].dim * len(config.item_features), config.head_hidden_dim, config.layer.dim
@@ -139,7 +141,7 @@ class DLRMv3(nn.Module):
 
     def _item_lookups(self, batch: Batch, layout: Layout) -> list[Lookup]:
         """Each item feature, history and candidates in one: [N] ids."""
-        valid_N = layout.join(layout.token_valid(), batch.candidates_valid().reshape(-1))
+        valid_N = layout.join(layout.token_valid(), layout.cand_valid().reshape(-1))
         return [
             Lookup(feature.table, layout.join(batch.uih_ids[i], batch.cand_ids[i].reshape(-1)), valid_N)
             for i, feature in enumerate(self.config.item_features)

@@ -29,29 +29,30 @@ from twinstep.worker.models.config import (
 from twinstep.worker.models.dlrm import DLRM, init_dlrm
 from twinstep.worker.models.dlrmv3 import DLRMv3
 from twinstep.worker.models.init import init_dlrmv3
-from twinstep.worker.models.module import build_module, module_config
 
 MIN_POSITION_ROWS = 256
 GIB = 2**30
 COPIES = 2  # of a table, at the least: the weights and their dense gradient
 
 
-def build_model(spec: JobSpec, schema: AnySchema) -> nn.Module:
+def build_model(spec: JobSpec, schema: AnySchema, *, processes: int = 1) -> nn.Module:
     """Return the model that `spec` asks for, filled from `spec.train.seed`; `model(batch)` gives a ModelOutput.
 
     The same spec and schema give the same bits; torch's own generator is left alone.
 
+    Args:
+        processes: that hold the tables on devices, each its own rows; of several, tables are declared, and not filled.
+
     Raises:
         TrainError: the tables cannot fit into this machine's memory.
-        SpecError, TrainError: of a user's own module, see `build_module`.
     """
-    return MODELS[spec.model.kind](spec, schema)
+    return MODELS[spec.model.kind](spec, schema, processes)
 
 
 def build_meta_model(spec: JobSpec, schema: AnySchema) -> nn.Module:
     """Return the model that `spec` asks for on the meta device: names, shapes and dtypes, no values."""
     with torch.device("meta"):
-        return MODELS[spec.model.kind](spec, schema)
+        return MODELS[spec.model.kind](spec, schema, 1)
 
 
 def dlrmv3_config(spec: JobSpec, schema: DataSchema) -> DLRMv3Config:
@@ -132,39 +133,32 @@ def dlrm_config(spec: JobSpec, schema: MultiHotSchema) -> DLRMConfig:
     )
 
 
-def _build_dlrmv3(spec: JobSpec, schema: AnySchema) -> nn.Module:
+def _build_dlrmv3(spec: JobSpec, schema: AnySchema, processes: int) -> nn.Module:
     assert isinstance(schema, DataSchema)  # noqa: S101  a spec's validation saw to it
     config = dlrmv3_config(spec, schema)
     if torch.get_default_device().type == "meta":
         return DLRMv3(config)
-    _check_memory(config.tables)
-    model = DLRMv3(config)
-    generator = torch.Generator().manual_seed(spec.train.seed)
-    init_dlrmv3(model, table_std=spec.embedding.init_std, generator=generator)
+    _check_memory(config.tables, processes)
+    model = DLRMv3(config, declared=processes > 1)
+    init_dlrmv3(model, table_std=spec.embedding.init_std, seed=spec.train.seed)
     return model
 
 
-def _build_dlrm(spec: JobSpec, schema: AnySchema) -> nn.Module:
+def _build_dlrm(spec: JobSpec, schema: AnySchema, processes: int) -> nn.Module:
     assert isinstance(schema, MultiHotSchema)  # noqa: S101  a spec's validation saw to it
     config = dlrm_config(spec, schema)
     if torch.get_default_device().type == "meta":
         return DLRM(config)
-    _check_memory(config.tables)
-    model = DLRM(config)
-    init_dlrm(model, generator=torch.Generator().manual_seed(spec.train.seed))
+    _check_memory(config.tables, processes)
+    model = DLRM(config, declared=processes > 1)
+    init_dlrm(model, seed=spec.train.seed)
     return model
 
 
-def _build_module(spec: JobSpec, schema: AnySchema) -> nn.Module:
-    if torch.get_default_device().type != "meta":
-        _check_memory(module_config(spec, schema).tables)
-    return build_module(spec, schema)
-
-
-def _check_memory(tables: Sequence[TableConfig]) -> None:
-    """Refuse tables larger than memory before the system kills the process for them."""
+def _check_memory(tables: Sequence[TableConfig], processes: int) -> None:
+    """Refuse tables larger than memory before the system kills the process for them; each process has its own part."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = COPIES * sum(table.rows * table.dim * 4 for table in tables)
+    needed = COPIES * sum(table.rows * table.dim * 4 for table in tables) / processes
     if needed > memory:
         largest = max(tables, key=lambda table: table.rows)
         raise TrainError(
@@ -173,8 +167,4 @@ def _check_memory(tables: Sequence[TableConfig]) -> None:
         )
 
 
-MODELS: dict[str, Callable[[JobSpec, AnySchema], nn.Module]] = {
-    "dlrmv3": _build_dlrmv3,
-    "dlrm": _build_dlrm,
-    "module": _build_module,
-}
+MODELS: dict[str, Callable[[JobSpec, AnySchema, int], nn.Module]] = {"dlrmv3": _build_dlrmv3, "dlrm": _build_dlrm}

@@ -8,6 +8,7 @@ name after `pull`, and are read by `push`: so checkpoints, evaluation and moves 
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from torch.optim import Optimizer
 from twinstep.spec.job import JobSpec
 from twinstep.worker.checkpoint.shares import Held
 from twinstep.worker.compile import CompileEvent, CompileWarning, Runner, StepCompiler
+from twinstep.worker.compile.state import Slot
 from twinstep.worker.data.batch import BATCH_DIMS, BatchStats
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch
-from twinstep.worker.models.module import GIVEN_ROWS, check_lookups
+from twinstep.worker.embedding.collection import tables_of
 from twinstep.worker.train.asked import mesh_for, shipped_for, strategies_of
+from twinstep.worker.train.declared import Reading, has_declared
 from twinstep.worker.train.environment import cache_directory
 from twinstep.worker.train.processes import Together
 from twinstep.worker.train.step import make_train_step
@@ -39,7 +42,7 @@ class Parts:
     spec: JobSpec
     model: nn.Module
     optimizers: Mapping[str, Optimizer]
-    """`dense` and `sparse`; of a user's module only one where it has no parameters for the other."""
+    """`dense` and `sparse`."""
     loader: Loader
     on_start: Callable[[str], None]
     """Called with the reason before each compile."""
@@ -130,6 +133,15 @@ class Stepper:
         """
         return self._compiler.pull_own()
 
+    def pull_to_read(self) -> Callable[[AnyBatch], None]:
+        """Bring the live model up to date for an evaluation.
+
+        Returns:
+            What is called with each batch before it is scored, by all processes at once.
+        """
+        self.pull()
+        return lambda batch: None
+
     def push(self) -> None:
         """Take the state from the live model and optimizers."""
         self._compiler.push()
@@ -142,14 +154,6 @@ class Stepper:
         """Go on from what `random_state` gave."""
         self._compiler.set_random_state(state)
 
-    def compiled_for(self) -> dict[str, Any]:
-        """Return what the newest program was made for, for a checkpoint, as JSON values."""
-        return self._compiler.compiled_for()
-
-    def go_on_after(self, before: Mapping[str, Any]) -> None:
-        """Say of the first compile why it is needed, by what `compiled_for` gave before the run was stopped."""
-        self._compiler.go_on_after(before)
-
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint is to hold of the engine beside tensors, as JSON values."""
         return {}
@@ -161,6 +165,27 @@ class Stepper:
         """End threads."""
 
 
+class DeclaredStepper(Stepper):
+    """Steps of a run whose processes have declared tables: whole on no host, rows of each on its devices."""
+
+    def __init__(self, compiler: StepCompiler, parts: Parts) -> None:
+        super().__init__(compiler)
+        self._model, self._together = parts.model, parts.together
+        names = {id(parameter): name for name, parameter in parts.model.named_parameters()}
+        weights = tables_of(parts.model).weights
+        self._paths = {name: Slot("parameter", names[id(weight)]).path for name, weight in weights.items()}
+
+    def pull_to_read(self) -> Callable[[AnyBatch], None]:
+        """Bring the live model up to date for an evaluation; of split tables rows are brought for each batch."""
+        apart = self._compiler.pull_rest()
+        asked = {
+            name: functools.partial(self._compiler.rows_here, path)
+            for name, path in self._paths.items()
+            if path in apart
+        }
+        return Reading(self._model, self._together, asked)
+
+
 def _dense(parts: Parts) -> Stepper:
     compiler = StepCompiler(
         make_train_step(clip_norm=parts.spec.train.clip_norm),
@@ -170,7 +195,7 @@ def _dense(parts: Parts) -> Stepper:
         check_finite=parts.checks_finite,
         **parts.options,
     )
-    return Stepper(compiler)
+    return DeclaredStepper(compiler, parts) if has_declared(parts.model) else Stepper(compiler)
 
 
 def _in(module: str) -> Callable[[Parts], Stepper]:
@@ -189,6 +214,4 @@ ENGINES: dict[str, Callable[[Parts], Stepper]] = {
 
 def make_stepper(parts: Parts) -> Stepper:
     """Return the Stepper of a run, of the engine that its spec names."""
-    if parts.spec.embedding.engine in GIVEN_ROWS:
-        check_lookups(parts.model, parts.loader.train_batch(0)[0])
     return ENGINES[parts.spec.embedding.engine](parts)

@@ -23,6 +23,7 @@ def evaluate(
     *,
     max_batches: int | None,
     stop: StopSignal,
+    before: Callable[[AnyBatch], None] = lambda batch: None,
     each: Callable[[AnyBatch, Tensor], None] | None = None,
 ) -> Scores | None:
     """Score the held-out part in order of time; the model is put back into the mode it was in.
@@ -30,6 +31,7 @@ def evaluate(
     In a process group each process scores its host's share, and all return the scores of the whole.
 
     Args:
+        before: called with every batch before it is scored.
         each: called with every batch and its logits, [Q, B, K].
 
     Returns:
@@ -47,6 +49,7 @@ def evaluate(
             for batch, _ in itertools.islice(batches, max_batches):
                 if stop.asked:
                     break
+                before(batch)
                 logits = model(batch).logits
                 if each is not None:
                     each(batch, logits)

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from twinstep.worker.checkpoint.content import live_tensors
 from twinstep.worker.compile.state import materialise
-from twinstep.worker.embedding.collection import EmbeddingCollection
-from twinstep.worker.embedding.hybrid.given import find_collection, lookups_of, without
+from twinstep.worker.embedding.collection import EmbeddingCollection, tables_of
+from twinstep.worker.embedding.hybrid.given import lookups_of, without
 from twinstep.worker.embedding.hybrid.plan import TablePlan, TableSize, plan_tables
 from twinstep.worker.embedding.hybrid.tables import DividedTables, TableUse, Whole
 from twinstep.worker.embedding.optim import build_optimizer, split_parameters
@@ -28,7 +28,7 @@ class HybridState:
         self._group, self._live, self._live_optimizers = parts.together, parts.model, parts.optimizers
         for name, each in parts.optimizers.items():  # what is made at the first step could not be shared else
             materialise(name, each)
-        collection, example = find_collection(parts.model), parts.loader.train_batch(0)[0]
+        collection, example = tables_of(parts.model), parts.loader.train_batch(0)[0]
         lookups = lookups_of(parts.model, example)
         self.plans = plans_of(parts, collection, {lookup.table for lookup in lookups})
         divided = {plan.table.name: plan for plan in self.plans if plan.kind != "data_parallel"}
@@ -48,7 +48,6 @@ class HybridState:
                 optimizer=parts.spec.optimizers.sparse,
                 device=parts.together.device,
                 group=parts.together.tables,
-                on_host=gpus_of_a_host(parts.together),
             )
             if uses
             else None
@@ -126,11 +125,6 @@ class HybridState:
         for path, own in live_tensors(self.view, self.optimizers).items():
             if own is not live[path]:
                 (live[path] if into_live else own).copy_(own if into_live else live[path])
-
-
-def gpus_of_a_host(group: Group) -> int | None:
-    """Return how many GPUs processes have on one host, the same everywhere; None on CPUs; a collective on GPUs."""
-    return max(group.gather(group.ranks.local)) + 1 if group.device.type == "cuda" else None
 
 
 def plans_of(parts: Parts, collection: EmbeddingCollection, used: set[str]) -> tuple[TablePlan, ...]:

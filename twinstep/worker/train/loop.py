@@ -21,9 +21,8 @@ from twinstep.worker.data.batch import BatchStats
 from twinstep.worker.data.datasets import load_dataset
 from twinstep.worker.data.meter import LoaderMeter
 from twinstep.worker.data.packers import packed_ahead
-from twinstep.worker.embedding.optim import build_optimizers
-from twinstep.worker.models.registry import build_model
 from twinstep.worker.train.asked import sizes_of, tell_of_loading
+from twinstep.worker.train.declared import build
 from twinstep.worker.train.engines import Parts, Prepared, make_stepper
 from twinstep.worker.train.environment import grace_seconds, previous_worker
 from twinstep.worker.train.evaluate import evaluate
@@ -94,8 +93,7 @@ class Trainer:
         tell_of_loading(spec.data, self._loading, self._event)
         self._window = Window(self._dataset.schema, spec.train.window_steps)
         view.starting("building the model")
-        self._model = build_model(spec, self._dataset.schema)
-        self._optimizers = build_optimizers(spec.optimizers, self._model)
+        self._model, self._optimizers = build(spec, self._dataset.schema, self._together)
         self._schedule = Schedule(spec, self._optimizers)
         self._stepper = make_stepper(
             Parts(
@@ -433,9 +431,9 @@ class Trainer:
         self._heart.beat("evaluating", self.step)
         self._view.evaluating()
         self._progress("evaluating")
-        self._stepper.pull()
-        most, stop = self.spec.train.eval_batches, in_evaluation(self._stop)
-        scores = evaluate(self._model, self._eval_loader, self._dataset.schema, max_batches=most, stop=stop)
+        before, stop = self._stepper.pull_to_read(), in_evaluation(self._stop)
+        most, schema = self.spec.train.eval_batches, self._dataset.schema
+        scores = evaluate(self._model, self._eval_loader, schema, max_batches=most, stop=stop, before=before)
         if scores is None:
             return None
         seconds = time.perf_counter() - started

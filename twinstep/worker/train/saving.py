@@ -26,14 +26,15 @@ from twinstep.worker.checkpoint.place import LocalPlace, UriPlace
 from twinstep.worker.checkpoint.saver import Checkpoints
 from twinstep.worker.checkpoint.shares import Held
 from twinstep.worker.train.engines import Stepper
-from twinstep.worker.train.environment import PLACE, named_place
 from twinstep.worker.train.versions import software_versions
 
+PLACE = "TWINSTEP_CHECKPOINTS"
+"""Environment variable: the job's own place, where a control plane gave it one."""
 ATTEMPT = "TWINSTEP_ATTEMPT"
 MAY_CHANGE = frozenset(
     {"data.batch_size", "data.uih_budget", "data.path", "data.cache_dir", "data.on_bad_row"}
     | {"data.prefetch", "data.loader_workers", "data.eval_candidates"}
-    | {"model.preset", "model.action_init_std", "model.source", "model.dense_parameters"}
+    | {"model.preset", "model.action_init_std"}
 )
 """Fields of model and data that a run may go on with otherwise: how much at once, where files lie, how it began and is
 scored."""
@@ -47,7 +48,7 @@ def place_of(spec: CheckpointSpec) -> str | None:
     Raises:
         SpecError: some are wanted, and there is no place for them.
     """
-    where = named_place(spec)
+    where = os.environ.get(PLACE) or spec.path
     if where is None and spec.periodic:
         raise SpecError(
             "checkpoints are wanted, and checkpoint.path names no place for them",
@@ -127,10 +128,25 @@ class Saving:
         if found is None:
             return None
         manifest, values = found
-        self._stepper_takes(values)
-        self._stepper.go_on_after(manifest.about.get("compiled_for", {}))
-        self._saved_step = manifest.step
+        self.take(manifest.step, values)
         return manifest
+
+    def find(self) -> str | None:
+        """Return the name of the newest checkpoint that is whole, for processes that each read their own rows of it.
+
+        Raises:
+            MisfitError, DamagedError: as `restore`.
+        """
+        name = self._checkpoints.find(
+            self._model, self._optimizers, fits=lambda manifest: check_same_job(self._spec, manifest)
+        )
+        self.look()
+        return name
+
+    def take(self, step: int, values: Mapping[str, Tensor]) -> None:
+        """Go on from the checkpoint of `step`, whose tensors the live model has or knows where to read."""
+        self._stepper_takes(values)
+        self._saved_step = step
 
     def _stepper_takes(self, values: Mapping[str, Tensor]) -> None:
         name = random_name(self._spec)
@@ -173,6 +189,10 @@ class Saving:
         self._checkpoints.save(tensors, step=step, about=self._about(about), scores=told, held=held or {})
         self._saved_step, self._saved_at = step, time.monotonic()
 
+    def finish(self) -> None:
+        """Wait for what is being written."""
+        self._checkpoints.finish()
+
     def wants_last(self, step: int, *, within: float) -> bool:
         """Wait for what is being written; say whether the state after `step`, the last one, is to be saved yet."""
         return self._checkpoints.finish(within) and step not in (0, self._checkpoints.last_step)
@@ -199,7 +219,6 @@ class Saving:
             "spec": self._spec.model_dump(mode="json"),
             "versions": software_versions(),
             "compile_key": self.key,
-            "compiled_for": self._stepper.compiled_for(),
             "host": machine.node(),
             **more,
         }

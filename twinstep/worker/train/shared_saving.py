@@ -19,16 +19,19 @@ from torch.optim import Optimizer
 
 from twinstep.spec.errors import UnavailableError
 from twinstep.spec.job import JobSpec
-from twinstep.worker.checkpoint.content import live_tensors
+from twinstep.worker.checkpoint.content import live_tensors, load_tensors
 from twinstep.worker.checkpoint.crew import Member, prefix_of
 from twinstep.worker.checkpoint.manifest import MANIFEST, Manifest
 from twinstep.worker.checkpoint.place import open_place
+from twinstep.worker.checkpoint.read import Reader, SavedRows
 from twinstep.worker.checkpoint.shares import Held
 from twinstep.worker.compile.state import materialise
+from twinstep.worker.embedding.declared import all_declared, declared
+from twinstep.worker.train.declared import has_declared
 from twinstep.worker.train.engines import Stepper
 from twinstep.worker.train.processes import Together
 from twinstep.worker.train.saving import Saving, only_finite, run_tensors
-from twinstep.worker.train.writers import HASTE_S, FirstsTurn, StoreCrew
+from twinstep.worker.train.writers import HASTE_S, StoreCrew
 
 Value = TypeVar("Value")
 SEEN = "shared.json"
@@ -51,14 +54,12 @@ class SharedSaving:
         stepper: Stepper,
         tell: Callable[[str, str, dict[str, Any]], None],
     ) -> None:
-        self._spec, self._together, self._stepper = spec, together, stepper
+        self._spec, self._together, self._stepper, self._where = spec, together, stepper, where
         self._model, self._optimizers = model, optimizers
         self._saving: Saving | None = None
         self._member: Member | None = None
         self._crew: StoreCrew | None = None
         self.key = ""
-        store = distributed.distributed_c10d._get_default_store()
-        self._turn = FirstsTurn(together.process, store)
         self._saving = self._do(
             lambda: Saving(spec, where, model=model, optimizers=optimizers, stepper=stepper, tell=tell)
         )
@@ -68,20 +69,19 @@ class SharedSaving:
                 text = f"other processes do not see {where}, or cannot write: process 0 writes all of each checkpoint"
                 tell("checkpoints_by_one", text, {})
             return
-        self._crew = StoreCrew(together.process, store)
+        self._crew = StoreCrew(together.process, distributed.distributed_c10d._get_default_store())
         if self._saving is not None:
             self._saving.join(self._crew)
         else:
             self._member = Member(open_place(where), self._crew, only_finite=only_finite(spec))
 
     def _do(self, work: Callable[[], Value]) -> Value | None:
-        """Run process 0's part, None elsewhere; where it fails, all fail. However long it takes, it is waited for."""
+        """Run process 0's part, None elsewhere; where it fails, all fail."""
         problem, found = None, None
         try:
             found = work() if self._together.first else None
         except Exception as error:
             problem = error
-        self._turn.over()
         told = self._together.of_first(None if problem is None else f"{problem}")
         if problem is not None:
             raise problem
@@ -130,6 +130,8 @@ class SharedSaving:
         """Bring back the newest state that is whole, in every process."""
         for name, optimizer in self._optimizers.items():
             materialise(name, optimizer)
+        if self._sharded and has_declared(self._model):
+            return self._restore_own_rows()
         found = self._do(lambda: None if self._saving is None else self._saving.restore())
         manifest = self._together.of_first(found)
         if manifest is None:
@@ -139,12 +141,35 @@ class SharedSaving:
             held = tensor.detach().contiguous()
             distributed.broadcast(held, src=0, group=group)
             tensor.detach().copy_(held)
+            if (known := declared(tensor)) is not None:
+                known.is_whole()
+        self._take_up()
+        return manifest
+
+    def _take_up(self) -> None:
+        """Let all processes but the first, which did it already, take the state from their live models."""
         random = self._stepper.random_state()
-        distributed.broadcast(random, src=0, group=group)
+        distributed.broadcast(random, src=0, group=self._together.host)
         if not self._together.first:
             self._stepper.push()
             self._stepper.set_random_state(random)
-        return manifest
+
+    def _restore_own_rows(self) -> Manifest | None:
+        """Bring back the newest state that is whole: each process reads what all have, and its own rows of tables."""
+        name = self._together.of_first(self._do(lambda: None if self._saving is None else self._saving.find()))
+        if name is None:
+            return None
+        reader = Reader(open_place(self._where), name)
+        live, there = live_tensors(self._model, self._optimizers), reader.manifest.tensors
+        apart = dict(all_declared(live))
+        for path, known in apart.items():
+            if path in there:
+                known.source = SavedRows(reader, path)
+        values = reader.tensors(dict.fromkeys(path for path in there if path not in apart))
+        load_tensors(values, self._model, self._optimizers)
+        self._do(lambda: None if self._saving is None else self._saving.take(reader.manifest.step, values))
+        self._take_up()
+        return reader.manifest
 
     def due(self, step: int, *, scored: bool) -> bool:
         """Say whether the state after `step` is to be saved now."""
@@ -154,6 +179,7 @@ class SharedSaving:
         """Save the state after `step`."""
         held: Held = {}
         if self._sharded:
+            self._finish()  # what is being written may be what own rows are brought into
             held = self._stepper.pull_own()
         else:
             self._stepper.pull()
@@ -167,6 +193,12 @@ class SharedSaving:
             tensors = run_tensors(self._spec, self._model, self._optimizers, self._stepper)
             self._member.save(tensors, held)
         self._do(save)
+
+    def _finish(self) -> None:
+        if self._member is not None:
+            self._member.finish()
+        if self._saving is not None:
+            self._saving.finish()
 
     def save_last(self, step: int, about: dict[str, Any], *, within: float) -> bool:
         """Save the state after `step` where it is not saved yet, and wait until it is written."""

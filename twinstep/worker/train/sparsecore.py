@@ -8,11 +8,12 @@ Buffers of batch i + 1 are made in the loader's thread while step i runs. Limits
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,31 +21,43 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twinstep.spec.accelerator import TpuSpec
-from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
+from twinstep.worker.checkpoint.content import live_tensors
+from twinstep.worker.checkpoint.shares import Held
 from twinstep.worker.compile import Runner, StepCompiler
 from twinstep.worker.compile.inputs import check_finite
 from twinstep.worker.compile.state import materialise
 from twinstep.worker.compile.up_to_date import keep_up_to_date
-from twinstep.worker.data.batch import BATCH_DIMS, BatchStats
+from twinstep.worker.data.batch import BatchStats
 from twinstep.worker.data.datasets import Dataset
 from twinstep.worker.data.loader import Loader
-from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch, MultiHotDataset
-from twinstep.worker.embedding.collection import EmbeddingCollection, GivenCollection, Lookup, without_tables
+from twinstep.worker.data.multi_hot import AnyBatch, MultiHotDataset
+from twinstep.worker.embedding.collection import GivenCollection, Lookup, tables_of, without_tables
 from twinstep.worker.embedding.sparsecore import fdo
 from twinstep.worker.embedding.sparsecore.inputs import Given, Ragged
 from twinstep.worker.embedding.sparsecore.limits import limits_from_batches
-from twinstep.worker.embedding.sparsecore.live import LiveTables, row_optimizer
+from twinstep.worker.embedding.sparsecore.live import LiveTables
+from twinstep.worker.embedding.sparsecore.logical import WEIGHT
 from twinstep.worker.embedding.sparsecore.preprocess import Policy, Preprocessor
 from twinstep.worker.embedding.sparsecore.result import Preprocessed
-from twinstep.worker.embedding.sparsecore.spec import Cores, Feature, Limits, Quantization, Table
-from twinstep.worker.embedding.sparsecore.stacking import Stacking, StackPlan, plan_stacks
+from twinstep.worker.embedding.sparsecore.spec import Cores, Limits
+from twinstep.worker.embedding.sparsecore.stacking import StackPlan
+from twinstep.worker.train.declared import Reading
 from twinstep.worker.train.engines import Parts, Stepper
-from twinstep.worker.train.environment import mesh_axes
+from twinstep.worker.train.sparsecore_plan import (
+    Backend,
+    bounded,
+    dim_of,
+    engine_of,
+    feature_names,
+    given_dims,
+    most_of_processes,
+    numbers_of,
+    planned,
+    ragged,
+    samples_of,
+)
 from twinstep.worker.train.step import Step, make_given_step
-from twinstep.worker.train.tables import cores_of_spec
-
-Backend = Literal["portable", "tpu"]
 
 
 class GivenBatch(NamedTuple):
@@ -74,7 +87,7 @@ class SparseCoreStepper(Stepper):
         self._spec, self._loader, self._tell = parts.spec, parts.loader, parts.tell
         self._together, process = parts.together, parts.together.process
         self._share = (process.rank, process.count)
-        self._model, wanted = parts.model, parts.spec.embedding
+        self._model, self._optimizers, wanted = parts.model, parts.optimizers, parts.spec.embedding
         first = parts.loader.train_batch(0)[0]
         self._features = feature_names(self._model.lookups(first))  # type: ignore[operator]
         self._plan = self._with_limits(planned(parts.spec, self._model, first))
@@ -84,15 +97,23 @@ class SparseCoreStepper(Stepper):
         self._record = fdo.Record(fdo.topology_of(self._plan))
         self._counted: Counter[str] = Counter()
         self._last: dict[str, float] = {}
-        collection = _collection(self._model)
+        collection = tables_of(self._model)
         for name, optimizer in parts.optimizers.items():
             materialise(name, optimizer)
         from twinstep.worker.embedding.sparsecore.device.around import AroundStep
 
+        read = {place.table.name for stack in self._plan.stacks for place in stack.placements}
+        self._tables = LiveTables(
+            collection,
+            parts.optimizers["sparse"],
+            parts.spec.optimizers.sparse.kind,
+            share=self._share,
+            unread=set(collection.weights) - read,
+        )
         self._around = AroundStep(
             self._engine(),
             self._features,
-            LiveTables(collection, parts.optimizers["sparse"], parts.spec.optimizers.sparse.kind),
+            self._tables,
             pipeline=wanted.pipeline,
             nothing=self._nothing(),
         )
@@ -100,7 +121,7 @@ class SparseCoreStepper(Stepper):
         super().__init__(self._make_compiler(parts, view, given))
         self._check = parts.checks_finite
         self._activations = [
-            torch.zeros(()).expand(_samples(each), _dim(self._plan, each.table))
+            torch.zeros(()).expand(samples_of(each), dim_of(self._plan, each.table))
             for each in self._model.lookups(first)  # type: ignore[operator]
         ]
         keep_up_to_date(collection, [parts.optimizers["sparse"]], self)
@@ -145,6 +166,32 @@ class SparseCoreStepper(Stepper):
             for place in stack.features
         }
 
+    # Live values
+
+    def pull(self) -> None:
+        """Bring the live model and optimizers up to date."""
+        self._tables.fill()
+        super().pull()
+
+    def pull_own(self) -> Held:
+        """Bring up to date at least what this process is to save; return who has which rows of what none has whole."""
+        self._tables.fill()
+        paths = {id(tensor): path for path, tensor in live_tensors(self._model, self._optimizers).items()}
+        held = super().pull_own()
+        if not self._tables.started:
+            return held
+        return {**held, **{paths[id(self._tables.held(*each))]: rows for each, rows in self._tables.own().items()}}
+
+    def pull_to_read(self) -> Callable[[AnyBatch], None]:
+        """Bring the live model up to date for an evaluation; of declared tables rows are brought for each batch."""
+        own = self._tables.own()
+        if not own:
+            return super().pull_to_read()
+        self._compiler.pull_rest()
+        known = {table for table, part in own if part == WEIGHT} if self._tables.started else ()
+        asked = {table: functools.partial(self._around.rows_here, table) for table in sorted(known)}
+        return Reading(self._model, self._together, asked)
+
     # Limits
 
     def _with_limits(self, plan: StackPlan) -> StackPlan:
@@ -154,7 +201,7 @@ class SparseCoreStepper(Stepper):
         batches = (self._given(self._loader.train_batch(number)[0]) for number in range(wanted.batches))
         local = plan.cores.devices // self._share[1]
         own = limits_from_batches(plan, batches, headroom=wanted.headroom, local_devices=local)
-        return bounded(_most(own, self._together.gather(_numbers(own))), self._spec.embedding.overflow)
+        return bounded(most_of_processes(own, self._together.gather(numbers_of(own))), self._spec.embedding.overflow)
 
     def _given(self, batch: AnyBatch) -> dict[str, Given]:
         lookups: list[Lookup] = self._model.lookups(batch)  # type: ignore[operator]
@@ -346,7 +393,7 @@ def ahead_parts(
         batches = ({name: ragged(each) for name, each in zip(names, found, strict=True)} for found in real)
         plan = bounded(limits_from_batches(plan, batches, headroom=wanted.limits.headroom), wanted.overflow)
     view, given = without_tables(model)
-    activations = [torch.empty(_samples(each), _dim(plan, each.table), device="meta") for each in lookups]
+    activations = [torch.empty(samples_of(each), dim_of(plan, each.table), device="meta") for each in lookups]
 
     def around(mesh: Any) -> Any:
         return AheadStep(engine_of(spec, plan, mesh, backend), names, pipeline=wanted.pipeline)
@@ -359,136 +406,3 @@ def ahead_parts(
         batch_dims=given_dims(len(activations)),
         around=around,
     )
-
-
-def engine_of(spec: JobSpec, plan: StackPlan, mesh: Any, backend: Backend) -> Any:
-    """Return a spec's engine over a plan's devices."""
-    from twinstep.worker.embedding.sparsecore.device.engine import Engine
-
-    return Engine(
-        plan=plan,
-        mesh=mesh,
-        backend=backend,
-        id_bound_check="error" if spec.embedding.id_bound_check == "error" else "drop",
-        nan_check=spec.debug.stop_on_nonfinite and spec.train.on_nan == "stop",
-    )
-
-
-def given_dims(lookups: int) -> dict[str, int]:
-    """Return the position of the batch dimension by leaf of a GivenBatch."""
-    return {f"batch.{name}": at for name, at in (BATCH_DIMS | MULTI_HOT_DIMS).items()} | {
-        f"activations[{number}]": 0 for number in range(lookups)
-    }
-
-
-def feature_names(lookups: Sequence[Lookup]) -> list[str]:
-    """Return a name for each lookup: its table's; of a table's second lookup `TABLE.2`."""
-    calls: Counter[str] = Counter()
-    names = []
-    for each in lookups:
-        calls[each.table] += 1
-        names.append(each.table if calls[each.table] == 1 else f"{each.table}.{calls[each.table]}")
-    return names
-
-
-def ragged(lookup: Lookup, part: int = 0, parts: int = 1) -> Ragged:
-    """Return one of equal parts of a lookup's samples as preprocessing takes it: only ids that are there."""
-    size = len(lookup.ids) // parts
-    ids, valid = (each.numpy()[part * size : (part + 1) * size] for each in (lookup.ids, lookup.valid))
-    lengths = valid.reshape(len(valid), -1).sum(axis=1)
-    return Ragged(ids[valid], lengths)
-
-
-def planned(spec: JobSpec, model: nn.Module, batch: AnyBatch, cores: Cores | None = None) -> StackPlan:
-    """Return a spec's tables as SparseCores hold them, without limits unless it gives them.
-
-    Args:
-        spec: which optimizer, stacks and quantization.
-        model: which tables.
-        batch: any of the run's: how many samples each lookup has.
-        cores: None: those of the spec's slices, or one for each device of its CPU.
-
-    Raises:
-        SpecError: limits or stacks name no table, or samples do not divide by the SparseCores.
-    """
-    wanted = spec.embedding
-    lookups: list[Lookup] = model.lookups(batch)  # type: ignore[operator]
-    optimizer = row_optimizer(spec.optimizers.sparse, steps=spec.train.steps, final=spec.train.lr_final)
-    collection, read = _collection(model), {each.table for each in lookups}
-    rounded = None if wanted.quantize is None else Quantization(**wanted.quantize.model_dump())
-    unknown = sorted(set(wanted.limits.tables) - read)
-    if unknown:
-        raise SpecError(
-            f"embedding.limits.tables names {unknown[0]!r}, which is no table of the model",
-            remedy=f"tables: {', '.join(sorted(read))}",
-        )
-    tables = [
-        Table(
-            name=name,
-            rows=weight.shape[0],
-            dim=weight.shape[1],
-            optimizer=optimizer,
-            quantization=rounded,
-            limits=_limits_of(spec, name),
-        )
-        for name, weight in collection.weights.items()
-        if name in read
-    ]
-    features = [
-        Feature(name=name, table=each.table, samples=_samples(each))
-        for name, each in zip(feature_names(lookups), lookups, strict=True)
-    ]
-    how = Stacking(disable_table_stacking=wanted.disable_table_stacking, groups=wanted.stacks)
-    return plan_stacks(tables, features, cores or _cores_of(spec), how)
-
-
-def bounded(plan: StackPlan, overflow: str) -> StackPlan:
-    """Return a plan whose buffers hold all that limits allow, where batches are split: no block is too large then."""
-    if overflow != "minibatch":
-        return plan
-    slots = {
-        each.name: -(-each.held_to.max_ids // 8) * 8 * plan.cores.count * plan.cores.per_device for each in plan.stacks
-    }
-    return plan.with_limits({}, slots)
-
-
-def _numbers(plan: StackPlan) -> dict[str, tuple[int, int, int]]:
-    return {each.name: (each.held_to.max_ids, each.held_to.max_unique, each.buffer or 0) for each in plan.stacks}
-
-
-def _most(plan: StackPlan, found: Sequence[Mapping[str, tuple[int, int, int]]]) -> StackPlan:
-    """Return a plan with the most of several processes' limits."""
-    most = {name: tuple(map(max, zip(*(each[name] for each in found), strict=True))) for name in found[0]}
-    limits = {name: Limits(max_ids=ids, max_unique=unique) for name, (ids, unique, _) in most.items()}
-    return plan.with_limits(limits, {name: slots for name, (_, _, slots) in most.items() if slots})
-
-
-def _limits_of(spec: JobSpec, table: str) -> Limits | None:
-    wanted = spec.embedding.limits
-    if wanted.source != "given":
-        return None
-    if table not in wanted.tables:
-        raise SpecError(
-            f"embedding.limits.tables has no limits of {table!r}",
-            remedy=f"embedding.limits.tables: {{{table}: {{max_ids: 256, max_unique: 256}}}}, or source: fdo",
-        )
-    given = wanted.tables[table]
-    return Limits(max_ids=given.max_ids, max_unique=given.max_unique)
-
-
-def _cores_of(spec: JobSpec) -> Cores:
-    if isinstance(spec.accelerator, TpuSpec):
-        return cores_of_spec(spec)
-    return Cores(devices=(mesh_axes(spec) or {"data": 1})["data"], per_device=1)
-
-
-def _collection(model: nn.Module) -> EmbeddingCollection:
-    return next(each for each in model.modules() if isinstance(each, EmbeddingCollection))
-
-
-def _samples(lookup: Lookup) -> int:
-    return int(lookup.ids.shape[0])
-
-
-def _dim(plan: StackPlan, table: str) -> int:
-    return plan.of_table(table)[1].table.dim

@@ -5,7 +5,7 @@ Used by `xla.py` only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,10 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from twinstep.spec.errors import CompileError
 from twinstep.spec.placement import Spec, place
 from twinstep.worker.compile.annotate import Inputs, Spread
+from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.padding import by_rows
 
 if TYPE_CHECKING:
-    from twinstep.worker.compile.capture import Captured
     from twinstep.worker.compile.lower.xla_ring import RingOn
 
 Specs = tuple[Spec, ...]
@@ -89,6 +89,31 @@ class Layout:
             return list(arrays)
         padded = [add_rows(array, self.extra[slot]) for slot, array in enumerate(arrays, first)]
         return self.put(padded, self.state[first : first + len(padded)])
+
+    def splits(self, slot: int) -> bool:
+        """Say whether a tensor of the state is split along its rows."""
+        return bool(self.state and self.state[slot] and self.state[slot][0] is not None)
+
+    def hold_rows(self, slot: int, shape: tuple[int, ...], rows: Callable[[int, int], np.ndarray]) -> jax.Array:
+        """Bring a tensor that is split along its rows to where it lives, one device's part after the other.
+
+        Args:
+            slot: which of the state.
+            shape: of the tensor, without the rows that are added.
+            rows: gives values of rows, from the first to the one after the last; asked for this process's own.
+        """
+        whole = (shape[0] + self.extra[slot], *shape[1:])
+        sharding = self._sharding(self.state[slot])
+        parts, of_devices = [], dict[Any, Any](sharding.addressable_devices_indices_map(whole))
+        for device, index in of_devices.items():
+            start, stop, _ = index[0].indices(whole[0])
+            values = rows(min(start, shape[0]), min(stop, shape[0]))[(slice(None), *index[1:])]
+            missing = stop - start - len(values)
+            if missing:
+                values = np.pad(values, [(0, missing)] + [(0, 0)] * (len(shape) - 1))
+            # A copy always, as in `xla.py`; waited for, so that the host holds one part at a time.
+            parts.append(jax.device_put(values, device, may_alias=False).block_until_ready())
+        return jax.make_array_from_single_device_arrays(whole, sharding, parts)
 
     def padded(self, slot: int) -> bool:
         """Say whether a tensor of the state has rows that were added."""
@@ -176,6 +201,32 @@ def rows_held(array: jax.Array, rows: int) -> list[tuple[int, int, int]] | None:
         found[start, stop] = min(device.process_index, found.get((start, stop), device.process_index))
     kept = ((start, min(stop, rows), process) for (start, stop), process in sorted(found.items()))
     return [each for each in kept if each[0] < each[1]]
+
+
+def rows_here(array: jax.Array, rows: int, ids: np.ndarray) -> np.ndarray:
+    """Return values of some of an array's first `rows` rows, zeros for those that other processes give.
+
+    Args:
+        array: split by rows, as `rows_held` says.
+        ids: [n] int64, in range.
+    """
+    found = np.zeros((len(ids), *array.shape[1:]), array.dtype)
+    held = rows_held(array, rows) or []
+    mine = {start for start, _, process in held if process == jax.process_index()}
+    for start, stop, part in own_rows(array, rows):
+        if start in mine:
+            mine.discard(start)
+            here = np.flatnonzero((ids >= start) & (ids < stop))
+            found[here] = taken(part, ids[here] - start)
+    return found
+
+
+def taken(part: jax.Array, rows: np.ndarray) -> np.ndarray:
+    """Return rows of one device's part; few sizes are compiled."""
+    size = 1 << max(0, len(rows) - 1).bit_length()
+    padded = np.zeros(size, np.int32)
+    padded[: len(rows)] = rows
+    return np.asarray(jnp.take(part, padded, axis=0, mode="clip"))[: len(rows)]
 
 
 def own_rows(array: jax.Array, rows: int) -> Iterator[tuple[int, int, jax.Array]]:

@@ -15,35 +15,34 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 import torch
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from torch import Tensor
 
-from twinstep.spec.errors import CompileError, DataError, TwinstepError
+from twinstep.spec.errors import CompileError, TwinstepError
 from twinstep.spec.machine import has_tpu_chips
 from twinstep.worker.compile.accumulation import Left
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.around import Around
+from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower import xla_attention_cpu, xla_rows_cpu
-from twinstep.worker.compile.lower.layout import Layout, Specs, own_rows, rows_held
+from twinstep.worker.compile.lower.layout import Layout, Specs, own_rows, rows_held, rows_here
 from twinstep.worker.compile.lower.loading import loading
 from twinstep.worker.compile.lower.memory import give_back, keep_freed_memory
 from twinstep.worker.compile.lower.xla_around import with_around
+from twinstep.worker.compile.lower.xla_values import host_values, to_jax, to_torch
 from twinstep.worker.compile.program import Collect, RowsHeld
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.up_to_date import keep_up_to_date, let_go
+from twinstep.worker.embedding.declared import Declared, declared
 from twinstep.worker.ops.rows import UNIQUE_ROWS
-
-if TYPE_CHECKING:
-    from twinstep.worker.compile.capture import Captured
-
-INT32 = torch.iinfo(torch.int32)
 
 
 def _tracing() -> ModuleType:
@@ -98,6 +97,8 @@ class XlaBackend:
         self._cache_dir = cache_dir
         self.ahead = False
         """Whether steps have run since the last push or pull."""
+        self.devices_alone_know: list[Declared] = []
+        """Declared tensors that live here, whose rows come from nowhere else once a step has run."""
         self.holds = False
         """Whether `state_dict()` asks this one, and no other compiler over the same model."""
 
@@ -115,13 +116,13 @@ class XlaBackend:
         layout, tracing = self.layout, _tracing()
         batch_specs = layout.learn(captured)
         if not self.arrays:
-            self.push()
-        constants = [layout.everywhere(_to_jax(tensor)) for tensor in captured.constants]
+            self._place_first()
+        constants = [layout.everywhere(to_jax(tensor)) for tensor in captured.constants]
         rates = [layout.everywhere(jnp.float32(0))] * captured.num_rates
         start = captured.num_state + captured.num_rates
         given = 0 if self.around is None else self.around.given
         batch_specs = batch_specs[: len(batch_specs) - given]
-        batch = layout.put(map(_to_jax, captured.example[start : start + captured.num_batch - given]), batch_specs)
+        batch = layout.put(map(to_jax, captured.example[start : start + captured.num_batch - given]), batch_specs)
         self.key = layout.everywhere(self.key)
         function, placing = tracing.as_jax(captured, layout.hidden(captured), layout.ring(captured)), layout.results()
         more: tuple[Any, ...] = ()
@@ -133,7 +134,7 @@ class XlaBackend:
         before = _cache_entries(cache_dir)
         try:
             with _cache_at(cache_dir), warnings.catch_warnings(), xla_rows_cpu.on_one_cpu(self._on_one_cpu):
-                warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit: checked in _to_jax
+                warnings.filterwarnings("ignore", "Explicitly requested dtype")  # 64-bit: checked in to_jax
                 lowered = jax.jit(
                     function,
                     donate_argnums=((0, 5) if more else 0) if self._in_place else (),
@@ -194,7 +195,7 @@ class XlaBackend:
         state_specs, extra, batch_specs = pickle.loads(parts["layout"])  # noqa: S301
         self.layout.take(state_specs, extra)
         if not self.arrays:
-            self.push()
+            self._place_first()
         self.key = self.layout.everywhere(self.key)
         return XlaProgram(
             self, compiled, dtypes, constants, batch_specs, from_cache=True, attention=attention, rows=rows
@@ -204,10 +205,29 @@ class XlaBackend:
         """Bring everything from the live tensors to the device, or devices once it is known which goes where."""
         if self.around is not None:
             self.around.push()
-        if not self.layout.known:
-            return
-        self.arrays = self.layout.hold(map(_to_jax, self._live.tensors()))
+        if self.layout.known:
+            self._place()
+
+    def _place_first(self) -> None:
+        """Bring the state to where the first program wants it; an engine may have its own there already."""
+        if self.around is not None:
+            self.around.push_written()
+        self._place()
+
+    def _place(self) -> None:
+        live = self._live.live()
+        self.arrays = [self._held(slot, tensor) for slot, tensor in enumerate(live)]
+        self.devices_alone_know = [found for tensor in live if (found := declared(tensor)) is not None]
         self._note()
+
+    def _held(self, slot: int, tensor: Tensor) -> jax.Array:
+        """Bring one tensor of the state to where it lives; of one that is split, no more than rows of here is read."""
+        known = declared(tensor)
+        if self.layout.splits(slot):
+            rows = known.rows if known is not None else lambda start, stop: tensor[start:stop]
+            return self.layout.hold_rows(slot, tuple(tensor.shape), lambda start, stop: host_values(rows(start, stop)))
+        (array,) = self.layout.hold([to_jax(tensor if known is None else known.rows(0, len(tensor)))], slot)
+        return array
 
     def leave_gradients(self, left: Left) -> None:
         """Set which `.grad` are None after a step; their numbers are here until a pull."""
@@ -240,7 +260,7 @@ class XlaBackend:
         """Bring to the device what was written to, or replaced, since the last push or pull."""
         for index, (tensor, (seen, version)) in enumerate(zip(self._live.live(), self._seen, strict=True)):
             if tensor is not seen or tensor._version != version:
-                (self.arrays[index],) = self.layout.hold([_to_jax(tensor)], index)
+                self.arrays[index] = self._held(index, tensor)
                 self._seen[index] = (tensor, tensor._version)
         if self.around is not None:
             self.around.push_written()
@@ -251,15 +271,28 @@ class XlaBackend:
         Raises:
             CompileError: a step failed while it ran and took the state with it.
         """
-        self._bring(own=False)
+        self._bring("whole")
 
     def pull_own(self) -> RowsHeld:
         """Copy this process's rows of tensors that are split over processes, and all others whole; as `pull` else."""
-        return self._bring(own=True)
+        return self._bring("own")
 
-    def _bring(self, *, own: bool) -> RowsHeld:
+    def pull_rest(self) -> RowsHeld:
+        """As `pull_own`, but nothing of tensors that are split over processes: `rows_here` gives rows of them."""
+        return self._bring("rest")
+
+    def rows_here(self, path: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Return rows of a tensor that `pull_rest` named, zeros for those that other processes give."""
+        slot = [each.path for each in self._live.slots].index(path)
+        return rows_here(self.arrays[slot], len(self._live.live()[slot]), ids)
+
+    def _bring(self, what: Literal["whole", "own", "rest"]) -> RowsHeld:
         held: RowsHeld = {}
         if not (self.arrays and self.ahead):
+            if what != "rest":
+                for tensor in self._live.live():
+                    if (known := declared(tensor)) is not None:
+                        known.fill()
             return held
         self.check_state()
         if not self._live.outdated():
@@ -270,18 +303,25 @@ class XlaBackend:
                 if slot.path not in live:  # an optimizer's state may have been cleared since
                     continue
                 tensor = live[slot.path].detach()
-                rows = rows_held(array, len(tensor)) if own and tensor.dim() else None
+                rows = rows_held(array, len(tensor)) if what != "whole" and tensor.dim() else None
                 if rows is not None:
                     held[slot.path] = rows
+                    if what == "rest":
+                        continue
+                    known = declared(live[slot.path])
                     for start, stop, part in own_rows(array, len(tensor)):
-                        tensor[start:stop].copy_(_to_torch(part, tensor.dtype)[: stop - start])
+                        place = tensor[start:stop] if known is None else known.room(start, stop)
+                        place.copy_(to_torch(part, tensor.dtype)[: stop - start])
                     continue
-                values = _to_torch(self.layout.whole(array), tensor.dtype)
+                values = to_torch(self.layout.whole(array), tensor.dtype)
                 tensor.copy_(values[: len(tensor)] if self.layout.padded(index) else values)
+                if (known := declared(live[slot.path])) is not None:
+                    known.is_whole()
         if self.around is not None:
-            self.around.pull()
+            {"whole": self.around.pull, "own": self.around.pull_own, "rest": self.around.settle}[what]()
         self._note()
-        self.ahead = bool(held)  # of those, other processes' rows are not here yet
+        # Of those, other processes' rows are not here yet.
+        self.ahead = bool(held) or (what != "whole" and self.around is not None)
         return held
 
     def check_state(self) -> None:
@@ -339,10 +379,12 @@ class XlaProgram:
         backend.check_state()
         backend.take_up()
         backend.push_written()
+        while backend.devices_alone_know:
+            backend.devices_alone_know.pop().source = None
         backend.ahead = True
         layout = backend.layout
         rate_arrays = [layout.everywhere(jnp.float32(rate.item())) for rate in rates]
-        batch_arrays = layout.put(map(_to_jax, batch), self.batch_specs)
+        batch_arrays = layout.put(map(to_jax, batch), self.batch_specs)
         arguments = (backend.arrays, rate_arrays, batch_arrays, self._constants_now(), backend.key)
         around = backend.around
         if around is None:
@@ -353,7 +395,7 @@ class XlaProgram:
 
         def collect() -> list[Tensor]:
             try:
-                found = [_to_torch(array, dtype) for array, dtype in zip(outputs, self.dtypes, strict=False)]
+                found = [to_torch(array, dtype) for array, dtype in zip(outputs, self.dtypes, strict=False)]
                 if around is not None:
                     around.check()
                 return found + [torch.empty(0)] * (len(self.dtypes) - len(found))
@@ -371,7 +413,7 @@ class XlaProgram:
         versions = [each._version for each in self._constants]
         if versions != self._versions:
             everywhere = self._backend.layout.everywhere
-            self._constant_arrays, self._versions = [everywhere(_to_jax(each)) for each in self._constants], versions
+            self._constant_arrays, self._versions = [everywhere(to_jax(each)) for each in self._constants], versions
         return self._constant_arrays
 
 
@@ -391,36 +433,6 @@ def parts_of(
         "layout": pickle.dumps(places),
         "attention": json.dumps(attention).encode(),
     }
-
-
-def _to_jax(tensor: Tensor) -> jax.Array:
-    """Copy to JAX. A copy always: donating memory that torch owns too would free it under torch's hands."""
-    tensor = tensor.detach()
-    if tensor.dtype in (torch.float64, torch.complex128):
-        raise DataError(
-            f"a {tensor.dtype} tensor of shape {list(tensor.shape)} would lose digits: XLA programs hold 32 bits",
-            remedy="cast it to float32 (tensor.float(), module.float())",
-        )
-    if tensor.dtype is torch.int64 and tensor.numel():
-        low, high = torch.aminmax(tensor)
-        if low < INT32.min or high > INT32.max:
-            raise DataError(
-                f"an integer tensor of shape {list(tensor.shape)} holds {int(low)}…{int(high)}; "
-                f"XLA programs hold integers in 32 bits",
-                remedy=f"map ids and times into {INT32.min}…{INT32.max} (seconds, not milliseconds)",
-            )
-    if tensor.dtype is torch.bfloat16:
-        values = tensor.float().numpy().astype(jnp.bfloat16)
-    else:
-        values = np.array(tensor.numpy())  # nobody writes to what JAX reads
-    # Not jnp.array, which compiles a program for each shape only to copy.
-    copied: jax.Array = jax.device_put(values, may_alias=False)
-    return copied
-
-
-def _to_torch(array: jax.Array, dtype: torch.dtype) -> Tensor:
-    values = np.asarray(array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array)
-    return torch.from_numpy(np.array(values)).to(dtype)
 
 
 class _cache_at:

@@ -8,7 +8,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from twinstep.spec.table_names import module_name, table_name
-from twinstep.worker.embedding.collection import EmbeddingCollection, GivenCollection, Lookup, in_place_of_tables
+from twinstep.worker.embedding.collection import (
+    EmbeddingCollection,
+    GivenCollection,
+    Lookup,
+    in_place_of_tables,
+    tables_of,
+)
 
 
 class PartlyGivenCollection(GivenCollection):
@@ -34,17 +40,12 @@ class PartlyGivenCollection(GivenCollection):
 
 def without(model: nn.Module, divided: Collection[str]) -> nn.Module:
     """Return a model over the same parameters but those of divided tables; the live model keeps them."""
-    collection = find_collection(model)
+    collection = tables_of(model)
     kept = EmbeddingCollection({})
     for name, table in collection.embeddings.items():
         if table_name(name) not in divided:
             kept.embeddings[name] = table
     return in_place_of_tables(model, PartlyGivenCollection(kept))
-
-
-def find_collection(model: nn.Module) -> EmbeddingCollection:
-    """Return a model's collection of tables."""
-    return next(module for module in model.modules() if isinstance(module, EmbeddingCollection))
 
 
 def lookups_of(model: nn.Module, batch: Any) -> list[Lookup]:

@@ -6,7 +6,7 @@ Optimizers of `torch.optim` and ours of `sparsecore.optimizers` keep the same nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from twinstep.spec.errors import SpecError
-from twinstep.spec.optimizers import SparseOptimizerSpec
+from twinstep.spec.job import SparseOptimizerSpec
 from twinstep.worker.embedding.collection import EmbeddingCollection
+from twinstep.worker.embedding.declared import declared
 from twinstep.worker.embedding.sparsecore.logical import WEIGHT, Chunk, Rows
 from twinstep.worker.embedding.sparsecore.optimizers import (
     SGD,
@@ -63,33 +64,100 @@ def row_optimizer(spec: SparseOptimizerSpec, *, steps: int, final: float) -> Row
     )
 
 
+def own_part(rows: int, process: int, processes: int) -> tuple[int, int]:
+    """Return the rows of a declared tensor that one of a run's processes saves: first, and the one after the last."""
+    return rows * process // processes, rows * (process + 1) // processes
+
+
 class LiveTables:
     """Tables and slots of a live model, read and written by logical rows."""
 
-    def __init__(self, collection: EmbeddingCollection, optimizer: Optimizer, kind: str) -> None:
-        """`optimizer` has its state already; `kind` is a key of SLOTS."""
+    def __init__(
+        self,
+        collection: EmbeddingCollection,
+        optimizer: Optimizer,
+        kind: str,
+        *,
+        share: tuple[int, int] = (0, 1),
+        unread: Collection[str] = (),
+    ) -> None:
+        """Make it.
+
+        Args:
+            optimizer: of the tables; has its state already.
+            kind: a key of SLOTS.
+            share: which process this is, of how many.
+            unread: tables that no feature asks for, and no device has.
+        """
         self._parameters = collection.weights
-        self._optimizer, self._slots = optimizer, SLOTS[kind]
+        self._optimizer, self._slots, self._share = optimizer, SLOTS[kind], share
+        read = {(name, part) for name in self._parameters if name not in unread for part in (WEIGHT, *self._slots)}
+        self._declared = {each: known for each in sorted(read) if (known := declared(self.held(*each))) is not None}
+        self._unread = [
+            known for name in unread for part in (WEIGHT, *self._slots) if (known := declared(self.held(name, part)))
+        ]
+        self.started = False
+        """Whether steps have run, so that devices alone know rows of declared tables."""
         self._seen: list[tuple[Tensor, int]] = []
 
     def part(self, table: str, part: str) -> Tensor:
         """Return a table's weight or slot, [rows, dim] or [rows, 1], not copied."""
-        parameter = self._parameters[table]
-        if part == WEIGHT:
-            return parameter.detach()
-        held: Tensor = self._optimizer.state[parameter][self._slots[part]]
-        return held.detach()
+        return self.held(table, part).detach()
 
-    def read(self, table: str, part: str, start: int, stop: int) -> Rows:
-        """Return logical rows."""
-        rows: Rows = self.part(table, part)[start:stop].numpy()
+    def held(self, table: str, part: str) -> Tensor:
+        """Return a table's weight or slot: the very tensor."""
+        parameter = self._parameters[table]
+        held: Tensor = parameter if part == WEIGHT else self._optimizer.state[parameter][self._slots[part]]
+        return held
+
+    def read(self, table: str, part: str, start: int, stop: int, step: int) -> Rows:
+        """Return every step-th logical row, as it is before the next step."""
+        tensor = self.held(table, part)
+        known = declared(tensor)
+        found = tensor.detach()[start:stop:step] if known is None else known.rows(start, stop, step)
+        rows: Rows = found.numpy()
         return rows
+
+    def devices_alone_know(self) -> None:
+        """Forget where first rows of declared tensors came from: steps have run."""
+        if not self.started:
+            self.started = True
+            for known in self._declared.values():
+                known.source = None
+
+    def fill(self) -> None:
+        """Give declared tables all their rows, where no step has run, or will."""
+        for known in (*self._declared.values(), *self._unread):
+            known.fill()
+
+    def own(self) -> dict[tuple[str, str], list[tuple[int, int, int]]]:
+        """Return by table and part, of those that are declared, who is to save which rows: first, last + 1, process."""
+        _, count = self._share
+        found = {}
+        for each in self._declared:
+            cuts = [(*own_part(len(self.held(*each)), process, count), process) for process in range(count)]
+            found[each] = [cut for cut in cuts if cut[0] < cut[1]]
+        return found
 
     def write(self, chunk: Chunk) -> None:
         """Write logical rows."""
         values = torch.from_numpy(chunk.values)
+        if (known := self._declared.get((chunk.table, chunk.part))) is not None:
+            known.is_whole()  # once all chunks are here
         with torch.no_grad():
             self.part(chunk.table, chunk.part)[chunk.start : chunk.start + len(values)] = values
+
+    def write_own(self, chunk: Chunk) -> None:
+        """Write those logical rows that this process is to save where it saves them from; others where `write` does."""
+        known = self._declared.get((chunk.table, chunk.part))
+        if known is None:
+            self.write(chunk)
+            return
+        start, stop = own_part(len(self.held(chunk.table, chunk.part)), *self._share)
+        first, last = max(start, chunk.start), min(stop, chunk.start + len(chunk.values))
+        if first < last:
+            mine = chunk.values[first - chunk.start : last - chunk.start]
+            known.room(start, stop)[first - start : last - start] = torch.from_numpy(mine)
 
     def count(self, updates: int) -> None:
         """Say how many updates the slots hold, where the optimizer counts."""

@@ -21,8 +21,8 @@ Rows = npt.NDArray[np.float32]
 WEIGHT = "weight"
 ReadShard = Callable[[str, int, int, int, int], Rows]
 """(stack, part number, shard, first and last + 1 stored row of the shard) → stored rows."""
-ReadRows = Callable[[str, str, int, int], Rows]
-"""(table, part, first and last + 1 row) → logical rows."""
+ReadRows = Callable[[str, str, int, int, int], Rows]
+"""(table, part, first row, last + 1, step) → every step-th logical row: those of one shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def fill_shard(stack: Stack, number: int, shard: int, read: ReadRows, *, chunk_r
         stack: where rows lie.
         number: of the part: 0 for the weight, then the slots.
         shard: which.
-        read: gives logical rows.
-        chunk_rows: rows of a table asked for at a time, about.
+        read: gives logical rows; asked for those of this shard alone.
+        chunk_rows: rows of a table, of all shards, that are passed at a time, about.
 
     Raises:
         SpecError: logical rows have another shape than the table.
@@ -106,14 +106,15 @@ def fill_shard(stack: Stack, number: int, shard: int, read: ReadRows, *, chunk_r
         table, residue = placement.table, (shard - placement.rotation) % shards
         for start in range(0, table.rows, step):
             stop = min(start + step, table.rows)
-            values = np.asarray(read(table.name, name, start, stop))
-            wanted = (stop - start, 1 if per_row else table.dim)
-            if values.shape != wanted:
+            mine = np.asarray(read(table.name, name, start + residue, stop, shards))
+            wanted = (len(range(start + residue, stop, shards)), 1 if per_row else table.dim)
+            if mine.shape != wanted:
                 raise SpecError(
-                    f"{name} of table {table.name!r} has rows {start} to {stop} of shape {list(values.shape)}",
-                    remedy=f"the table's own shape is {list(wanted)}: load it into a table of the same rows and width",
+                    f"{name} of table {table.name!r}: every {shards}th row from {start + residue} to {stop} is given "
+                    f"as {list(mine.shape)}",
+                    remedy=f"it is {list(wanted)} of a table of {table.rows} rows: load it into one of the same rows "
+                    "and width",
                 )
-            mine = values[residue::shards]
             at = placement.row_offset + start // shards
             local[at : at + len(mine), : wanted[1]] = mine
     if stack.pack == 1:

@@ -21,11 +21,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from twinstep.spec.errors import DataError, SpecError
+from twinstep.worker.embedding.initial import Initial, first_rows, table_key
 from twinstep.worker.embedding.ring.device import kernel, shift
 from twinstep.worker.embedding.ring.device.rows import Named, Ring, Values, add_up, named, spread, totals
 from twinstep.worker.embedding.ring.plan import RingPlan
 from twinstep.worker.embedding.sparsecore.device import rules
-from twinstep.worker.embedding.sparsecore.initial import Initial, first_rows, table_key
 from twinstep.worker.embedding.sparsecore.optimizers import RowOptimizer
 from twinstep.worker.embedding.sparsecore.spec import Combiner, Feature, Table
 

@@ -23,7 +23,7 @@ from twinstep.worker.embedding.sparsecore.device.entries import Csr, pointers_of
 from twinstep.worker.embedding.sparsecore.device.lookup import Checks
 from twinstep.worker.embedding.sparsecore.device.pipeline import Given, Made, Pipeline, add, turn
 from twinstep.worker.embedding.sparsecore.live import LiveTables
-from twinstep.worker.embedding.sparsecore.logical import parts_of
+from twinstep.worker.embedding.sparsecore.logical import Chunk, Rows, parts_of
 from twinstep.worker.embedding.sparsecore.result import Preprocessed
 
 Dense = Callable[[Sequence[jax.Array]], tuple[list[jax.Array], Any]]
@@ -119,6 +119,7 @@ class AroundStep:
     def took(self, state: Tables, made: Made) -> None:
         """Take over what a step gave."""
         self.state, self._checks = state, made.checks
+        self._live.devices_alone_know()
         self.updates += 1
         if self.pipeline == "full":
             (next_inputs, _, _), _ = self._arguments
@@ -201,6 +202,10 @@ class AroundStep:
         self.state = self.engine.from_logical(self._live.read)
         self._live.note()
 
+    def rows_here(self, table: str, ids: Any) -> Rows:
+        """Return rows of a table as they are, zeros for those that other processes hold."""
+        return self.engine.rows_here(self.state, table, ids)
+
     def push_written(self) -> None:
         """Take them where someone wrote to the live model."""
         if self._live.written():
@@ -212,13 +217,20 @@ class AroundStep:
         Raises:
             TrainError: a step failed while it ran and took the tables with it.
         """
+        self._bring(self._live.write)
+
+    def pull_own(self) -> None:
+        """As `pull`, but of declared tables only the rows that this process is to save."""
+        self._bring(self._live.write_own)
+
+    def _bring(self, write: Callable[[Chunk], None]) -> None:
         if any(each.is_deleted() for parts in self.state.values() for each in parts):
             raise TrainError(
                 "the tables on the device went with a step that failed while it ran", remedy="load a checkpoint"
             )
         self.settle()
         for chunk in self.engine.to_logical(self.state):
-            self._live.write(chunk)
+            write(chunk)
         self._live.count(self.updates)
         self._live.note()
 

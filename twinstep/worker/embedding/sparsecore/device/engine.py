@@ -19,12 +19,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from twinstep.spec.errors import DataError, SpecError, TrainError
+from twinstep.worker.embedding.initial import Initial, first_rows, table_key
 from twinstep.worker.embedding.sparsecore import logical
 from twinstep.worker.embedding.sparsecore.device import entries as reader
 from twinstep.worker.embedding.sparsecore.device import exchange, lookup, stored, tpu, update
 from twinstep.worker.embedding.sparsecore.device.entries import Csr, Entries
 from twinstep.worker.embedding.sparsecore.device.lookup import Checks
-from twinstep.worker.embedding.sparsecore.initial import Initial, first_rows, table_key
 from twinstep.worker.embedding.sparsecore.optimizers import RowOptimizer
 from twinstep.worker.embedding.sparsecore.result import Preprocessed
 from twinstep.worker.embedding.sparsecore.stacking import Stack, StackPlan
@@ -231,20 +231,45 @@ class Engine:
             parts = []
             for number, (_, per_row, _) in enumerate(logical.parts_of(stack)):
                 shape = stored.stored_shape(stack, per_row)
-                rows = shape[0] // stack.cores.count
-
-                def part(index: Any, stack: Stack = stack, number: int = number, rows: int = rows) -> logical.Rows:
+                rows, placed = shape[0] // stack.cores.count, []
+                of_devices: Any = self.sharding.addressable_devices_indices_map(shape)
+                for device, index in of_devices.items():
                     first = (index[0].start or 0) // rows
-                    return np.concatenate(
-                        [
-                            logical.fill_shard(stack, number, shard, read, chunk_rows=chunk_rows)
-                            for shard in range(first, first + stack.cores.per_device)
-                        ]
-                    )
-
-                array = jax.make_array_from_callback(shape, self.sharding, part)
+                    shards = [
+                        logical.fill_shard(stack, number, shard, read, chunk_rows=chunk_rows)
+                        for shard in range(first, first + stack.cores.per_device)
+                    ]
+                    part = shards[0] if len(shards) == 1 else np.concatenate(shards)
+                    # Waited for, so that the host holds one device's part at a time.
+                    placed.append(jax.device_put(part, device, may_alias=False).block_until_ready())
+                array = jax.make_array_from_single_device_arrays(shape, self.sharding, placed)
                 parts.append(array if self.backend != "tpu" else jax.device_put(array, self.placing))
             found[stack.name] = tuple(parts)
+        return found
+
+    def rows_here(self, tables: Tables, table: str, ids: Any) -> logical.Rows:
+        """Return rows of a table, [n, dim], zeros for those that other processes hold.
+
+        Args:
+            tables: as they are.
+            table: which.
+            ids: [n] int64, in range.
+        """
+        stack, placement = self.plan.of_table(table)
+        weight, cores, dim = tables[stack.name][0], stack.cores.per_device, placement.table.dim
+        stored_rows = stack.rows_per_shard // stack.pack
+        shards, local = placement.locate(ids)
+        found = np.zeros((len(ids), dim), np.float32)
+        for part in weight.addressable_shards:
+            first = (part.index[0].start or 0) // stored_rows
+            here = np.flatnonzero((shards >= first) & (shards < first + cores))
+            at = (shards[here] - first) * stored_rows + local[here] // stack.pack
+            size = 1 << max(0, len(here) - 1).bit_length()  # few sizes, each of which is a program
+            wanted = np.zeros(size, np.int32)
+            wanted[: len(here)] = at
+            rows = np.asarray(jnp.take(part.data, wanted, axis=0, mode="clip"))[: len(here)]
+            columns = (local[here] % stack.pack)[:, None] * dim + np.arange(dim)
+            found[here] = np.take_along_axis(rows, columns, axis=1)
         return found
 
     # The step

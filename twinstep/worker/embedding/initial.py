@@ -1,15 +1,17 @@
 """First values of tables: each value depends on (seed, table name, row, column) and on nothing else.
 
-So stacking, sharding, the number of devices and the order of initialisation change no bit, and equal tables do not
-start equal. The generator is Threefry-2x32 with 20 rounds (Salmon et al., SC 2011) over the counter (row, column
-pair); a value is one product of two float32 numbers, so host and device give the same bits. No jax here: functions
-take `xp`, numpy or jax.numpy.
+So engine, stacking, sharding, the number of devices and processes and the order of initialisation change no bit, equal
+tables do not start equal, and a process can make any rows without the others. The generator is Threefry-2x32 with 20
+rounds (Salmon et al., SC 2011) over the counter (row, column pair); a value is one product of two float32 numbers, so
+host and device give the same bits. No jax here: functions take `xp`, numpy or jax.numpy.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -21,6 +23,7 @@ from twinstep.spec.errors import SpecError
 
 ROUNDS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
+BLOCK = 1 << 15  # values made at a time on the host, whose steps then stay in a processor's cache
 LEVELS = 1 << 16  # values of the standard normal that can occur, each as likely; the largest is 4.3
 
 
@@ -92,6 +95,23 @@ def first_rows(how: Initial, key: tuple[int, int], rows: Any, dim: int, xp: Any)
     words = threefry(key, counter, columns, xp)
     bits = xp.stack(words, axis=-1).reshape(rows.shape[0], 2 * pairs)[:, :dim]
     return how.values(bits, xp)
+
+
+def fill_first_rows(
+    out: npt.NDArray[np.float32], how: Initial, key: tuple[int, int], start: int, step: int = 1
+) -> None:
+    """Write the first values of rows start, start + step, … into [n, dim], on all processors and without a copy."""
+    size = max(1, BLOCK // max(1, out.shape[1]))
+
+    def fill(first: int) -> None:
+        part = out[first : first + size]
+        rows = start + step * np.arange(first, first + len(part))
+        part[...] = first_rows(how, key, rows, out.shape[1], np)
+
+    blocks = range(0, len(out), size)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for _ in pool.map(fill, blocks):
+            pass
 
 
 def threefry(key: tuple[int, int], low: Any, high: Any, xp: Any) -> tuple[Any, Any]:

@@ -1,0 +1,70 @@
+"""One of the processes of test_own_rows_alone.py: python own_rows_child.py OUT JSON, which is a list of specs.
+
+Specs are trained one after the other. Of each OUT gets losses, scores, tensors as they stand at the end, and how much
+of the live tensors of its large table was in memory before they were brought here whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from hybrid_child import Noting
+
+from twinstep.spec.parse import validate_spec
+from twinstep.worker.checkpoint.content import live_tensors
+from twinstep.worker.train.loop import Trainer
+from twinstep.worker.train.processes import Process, Together
+from twinstep.worker.train.progress import ProgressView
+from twinstep.worker.train.stop import StopSignal
+
+
+def resident(tensor: torch.Tensor) -> int:
+    """Return how many bytes of a tensor's own mapping are in memory."""
+    found = 0
+    for each in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        first, last = (int(end, 16) for end in each.split(" ", 1)[0].split("-"))
+        if first < tensor.data_ptr() + tensor.numel() * 4 and tensor.data_ptr() < last:
+            match = re.search(r"\nRss: +(\d+) kB", each)
+            found += int(match[1]) * 1024 if match else 0
+    return found
+
+
+def main(out: str, specs: str) -> None:
+    together = Together(Process.from_environment())
+    together.join()
+    done: list[dict[str, Any]] = []
+    try:
+        for each in json.loads(specs):
+            reporter, spec = Noting(), validate_spec(each)
+            trainer = Trainer(
+                spec, reporter=reporter, view=ProgressView(None, 1), stop=StopSignal(), run_dir=None, together=together
+            )
+            try:
+                first = trainer.step
+                summary = trainer.train()
+                assert summary is not None
+                live = live_tensors(trainer._model, trainer._optimizers)
+                large = {path: tensor for path, tensor in live.items() if tensor.numel() * 4 >= 1 << 26}
+                here = {path: resident(tensor) / (tensor.numel() * 4) for path, tensor in large.items()}
+                trainer._stepper.pull()
+                values = {path: tensor.clone() for path, tensor in live.items()}
+            finally:
+                trainer.close()
+            done.append(
+                {"first": first, "losses": reporter.losses, "ne": summary.ne, "resident": here, "values": values}
+            )
+        torch.save(done, out)
+    except BaseException as error:
+        together.tell_failure(error)
+        raise
+    finally:
+        together.leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
