@@ -18,6 +18,7 @@ import torch
 
 from bench.subject import Subject
 from twinstep.worker.data.batch import Batch
+from twinstep.worker.train.environment import settle_memory
 
 BATCHES = 8  # prepared before the clock runs, then gone through again and again: the loader is not what is measured
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -33,6 +34,8 @@ class Variant:
     """
 
     def __init__(self, *, variant: str, spec: dict[str, Any], cache_dir: str) -> None:
+        if variant == "xla":
+            settle_memory()  # as a run does
         subject = Subject(spec)
         self._batches = itertools.cycle(subject.batches(BATCHES))
         self._step: Callable[[Batch], Any] = (

@@ -54,3 +54,58 @@ def test_an_allocator_that_the_user_set_up_is_left_as_it_is(name: str) -> None:
     kept, faults, _ = child(**{name: "131072"})
     assert not kept
     assert faults > PAGES / 10
+
+
+THREADS = """
+import ctypes, resource, sys, threading
+from twinstep.worker.train.environment import settle_memory
+
+settled = settle_memory() if sys.argv[1] == "settled" else False
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+met = threading.Barrier(5)
+
+def others():
+    libc.malloc(100)
+    met.wait()
+    met.wait()  # those that end would leave their arenas to the next
+
+for _ in range(4):
+    threading.Thread(target=others).start()
+met.wait()
+for name, value in ((-1, 2**31 - 1), (-3, 32 << 20), (-4, 0), (-8, 1)):  # as keep_freed_memory(large=True)
+    libc.mallopt(name, value)
+
+def step():
+    size = 100 << 20
+    memory = libc.malloc(size)
+    libc.memset(memory, 1, size)
+    libc.free(memory)
+
+def count(found):
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+found = []
+for _ in range(4):  # arenas are given out in turn
+    thread = threading.Thread(target=count, args=(found,))
+    thread.start()
+    thread.join()
+met.wait()
+print(settled, max(found))
+"""
+
+
+@pytest.mark.parametrize("how", ["settled", "left"])
+def test_a_large_buffer_of_another_thread_is_kept_where_all_share_one_arena(how: str) -> None:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    told = subprocess.run(
+        [sys.executable, "-c", THREADS, how], env=plain, capture_output=True, text=True, check=True, timeout=60
+    )
+    settled, faults = told.stdout.split()
+    assert settled == str(how == "settled")
+    pages = 100 * 256
+    assert int(faults) < pages / 100 if how == "settled" else int(faults) > pages / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -101,8 +102,23 @@ def settle_threads(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("GOMP_SPINCOUNT", "1000")  # turns, some microseconds
 
 
+def settle_memory() -> bool:
+    """Let all threads share glibc's first arena from now on; say whether they do. Before there are other threads.
+
+    XLA allocates the buffer of a step's values from a thread of its own. In an arena that some other thread began, what
+    is larger than 64 MiB is mapped at every step and unmapped after it (malloc/arena.c, HEAP_MAX_SIZE): 39,000 page
+    faults a step of `bench step`. Which arena XLA's threads get is chance, once there are several.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or "MALLOC_ARENA_MAX" in os.environ
+    return mallopt is not None and not tuned and bool(mallopt(_M_ARENA_MAX, 1))
+
+
+_M_ARENA_MAX = -8  # malloc.h
+
+
 def prepare_environment(spec: JobSpec) -> None:
-    """Set the variables that torch, jax and OpenMP read when they are loaded.
+    """Set the variables that torch, jax and OpenMP read when they are loaded, and for XLA how this process allocates.
 
     Raises:
         SpecError: the spec's accelerator is not one that this process can train on.
@@ -130,6 +146,8 @@ def prepare_environment(spec: JobSpec) -> None:
         _set_devices(spec)
     if spec.compile.backend == "inductor":
         check_compiler()
+    if spec.compile.backend == "xla":
+        settle_memory()
     directory = cache_directory(spec)
     if directory is not None and spec.compile.backend != "eager":
         _make_private(directory)
