@@ -21,18 +21,21 @@ from twinstep.platform.api.problems import STATUS
 from twinstep.platform.scheduler.service import Service
 from twinstep.spec import states
 from twinstep.spec.errors import TwinstepError
-from twinstep.spec.job import DATASETS_OF_ROWS, OPTIMIZER_SETTINGS, JobSpec
+from twinstep.spec.job import DATASETS_OF_ROWS, JobSpec
+from twinstep.spec.optimizers import OPTIMIZER_SETTINGS
+from twinstep.spec.schema_words import Schema, access_words, answer_words, limit_words, type_words, value_words
 from twinstep.spec.states import FINAL, MOVES, RunState
 
 HERE = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/generate.py from the code; change the code, then run it again. -->\n"
-Schema = Mapping[str, Any]
 
 RULES = (
     ("model.kind", "`dlrmv3` where it is left out"),
+    ("model.source", "null, or a whole path of the image, with `accelerator.kind: tpu` and `gpu`"),
     (
         "data.dataset",
-        f"`{'`, `'.join(DATASETS_OF_ROWS)}` with `model.kind: dlrm` and no other, which has the first by default",
+        f"`{'`, `'.join(DATASETS_OF_ROWS)}` with `model.kind: dlrm`, which has the first by default and no other; "
+        "`module` takes all",
     ),
     (
         "data.path",
@@ -320,73 +323,22 @@ def _field_table(node: Schema, root: Schema, path: str) -> Iterator[str]:
     for name, field in sorted(node["properties"].items(), key=lambda each: each[0] != "kind"):
         objects = _objects(field, root)
         where = f"{path}.{name}" if path else name
-        kind = "mapping, see below" if objects else _type(field)
+        kind = "mapping, see below" if objects else type_words(field)
         default = (
             "**required**"
             if name in required
             else "its fields' defaults"
             if objects
-            else _value(field.get("default", {}))
+            else value_words(field.get("default", {}))
         )
         if len(objects) > 1 and name not in required:
             default = {"model": "`dlrmv3`"}.get(name, "`cpu`")
         meaning = field.get("description") or (objects[0].get("description", "") if objects else "")
-        yield _row(f"`{where}`", kind, default, _limits(field), meaning)
+        yield _row(f"`{where}`", kind, default, limit_words(field), meaning)
 
 
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") or "–" for cell in cells) + " |"
-
-
-def _type(field: Schema) -> str:
-    if "anyOf" in field or "oneOf" in field:
-        return " or ".join(_type(each) for each in field.get("anyOf") or field["oneOf"])
-    if "enum" in field or "const" in field:
-        return "text"
-    if "$ref" in field:
-        return f"`{field['$ref'].rpartition('/')[2]}`"
-    kind = field.get("type", "any")
-    if kind == "array" and "prefixItems" in field:
-        return f"list of {len(field['prefixItems'])} numbers"
-    if kind == "array":
-        return f"list of {_type(field.get('items', {}))}"
-    if "patternProperties" in field:
-        return f"mapping of name to {_type(next(iter(field['patternProperties'].values())))}"
-    if kind == "object" and "additionalProperties" in field and field["additionalProperties"] is not True:
-        return f"mapping of name to {_type(field['additionalProperties'])}"
-    names = {
-        "integer": "whole number",
-        "number": "number",
-        "string": "text",
-        "boolean": "true or false",
-        "null": "null",
-    }
-    return names.get(kind, "mapping" if kind == "object" else kind)
-
-
-def _value(value: Any) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    if isinstance(value, bool) or value is None:
-        return f"`{words[value]}`"
-    return "`{}`" if value == {} else f"`{list(value) if isinstance(value, tuple) else value}`"
-
-
-def _limits(field: Schema) -> str:
-    """Return the limits of a field's value, those of its parts included."""
-    parts = []
-    if "enum" in field or "const" in field:
-        parts.append(", ".join(f"`{each}`" for each in field.get("enum", [field.get("const")])))
-    bounds = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
-    parts += [f"{sign} {field[name]:,}" for name, sign in bounds if name in field]
-    if "maxLength" in field:
-        parts.append(f"{field.get('minLength', 0)} to {field['maxLength']} characters")
-    if "pattern" in field:
-        parts.append(f"`{field['pattern']}`")
-    inner = [*field.get("anyOf", ()), *field.get("prefixItems", ())[:1]]
-    inner += [each for each in (field.get("items"), field.get("additionalProperties")) if isinstance(each, Mapping)]
-    inner += field.get("patternProperties", {}).values()
-    parts += [found for each in inner if (found := _limits(each))]
-    return ", ".join(parts)
 
 
 # ---- the REST API ----
@@ -404,7 +356,8 @@ def rest_api_page() -> str:
         NOTE,
         "# REST API",
         "",
-        "Served by `twinstep up`. `GET /openapi.json` is the whole OpenAPI document. A user's token, or the cookie "
+        "Served by `twinstep up`. `GET /openapi.json` is the whole OpenAPI document, and the page `/docs` shows it. "
+        "A user's token, or the cookie "
         "that `POST /v1/session` sets, is asked for off loopback, and on it once there is one "
         "([Share a control plane](../howto/share-a-control-plane.md)); every answer has an `X-Request-Id`. "
         "Bodies and answers are JSON; `POST /v1/jobs` takes YAML too (`application/yaml`). Without a token a request "
@@ -425,11 +378,12 @@ def rest_api_page() -> str:
         if "properties" in schema:
             lines += [f"### {name}", "", *_described(schema), "| field | type | meaning |", "|---|---|---|"]
             lines += [
-                _row(f"`{key}`", _linked(_type(field)), _meaning(field)) for key, field in schema["properties"].items()
+                _row(f"`{key}`", _linked(type_words(field)), _meaning(field))
+                for key, field in schema["properties"].items()
             ]
             lines.append("")
         elif "enum" in schema:
-            lines += [f"### {name}", "", *_described(schema), f"One of {_limits(schema)}.", ""]
+            lines += [f"### {name}", "", *_described(schema), f"One of {limit_words(schema)}.", ""]
     return "\n".join(lines)
 
 
@@ -437,17 +391,6 @@ def _anchor(method: str, path: str) -> str:
     """Return the anchor that GitHub gives the heading of an operation."""
     kept = [each for each in f"{method} {path}".lower() if each.isalnum() or each in " -_"]
     return "".join(kept).replace(" ", "-")
-
-
-def _who(operation: Schema) -> str:
-    """Return whom an operation is for."""
-    schemes = {scheme for each in operation["security"] for scheme in each}
-    if not schemes:
-        return "For anybody, without a token."
-    if "run_token" in schemes:
-        return "Asks for `Authorization: Bearer TOKEN`, the run's own token."
-    permission = operation.get("x-permission")
-    return f"Asks for the permission `{permission}`." if permission else ""
 
 
 def _operation(method: str, path: str, operation: Schema) -> Iterator[str]:
@@ -461,10 +404,10 @@ def _operation(method: str, path: str, operation: Schema) -> Iterator[str]:
     yield ""
     if body := operation.get("requestBody"):
         kinds = body["content"]
-        content = _linked(_type(next(iter(kinds.values()))["schema"]))
+        content = _linked(type_words(next(iter(kinds.values()))["schema"]))
         yield f"Body: {content} as {' or '.join(f'`{kind}`' for kind in kinds)}."
         yield ""
-    if told := _who(operation):
+    if told := access_words(operation):
         yield told
         yield ""
     if parameters := operation.get("parameters"):
@@ -472,23 +415,19 @@ def _operation(method: str, path: str, operation: Schema) -> Iterator[str]:
         yield "|---|---|---|---|---|---|"
         for each in parameters:
             schema = each["schema"]
-            default = "required" if each["required"] else _value(schema["default"]) if "default" in schema else ""
+            default = "required" if each["required"] else value_words(schema["default"]) if "default" in schema else ""
             yield _row(
                 f"`{each['name']}`",
                 each["in"],
-                _linked(_type(schema)),
+                _linked(type_words(schema)),
                 default,
-                _limits(schema),
+                limit_words(schema),
                 each.get("description", ""),
             )
         yield ""
     statuses = []
     for status, answer in operation["responses"].items():
-        found: Schema = next((each["schema"] for each in answer.get("content", {}).values() if "schema" in each), {})
-        said = _linked(f"`{found['$ref'].rpartition('/')[2]}`") if "$ref" in found else answer["description"]
-        if "text/event-stream" in answer.get("content", {}):
-            said = "server-sent events"
-        statuses.append(f"{status} {said}")
+        statuses.append(f"{status} {_linked(answer_words(answer))}")
     yield f"Answers: {'; '.join(_grouped(statuses))}."
     yield ""
 
@@ -514,7 +453,7 @@ def _linked(kind: str) -> str:
 
 
 def _meaning(field: Schema) -> str:
-    return "; ".join(part for part in (str(field.get("description", "")), _limits(field)) if part)
+    return "; ".join(part for part in (str(field.get("description", "")), limit_words(field)) if part)
 
 
 def _problems() -> Iterator[str]:

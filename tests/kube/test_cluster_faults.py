@@ -203,6 +203,22 @@ def test_another_of_the_same_name_is_left_alone_and_the_run_is_lost(
     assert [each["metadata"]["uid"] for each in server.all("JobSet")] == [uid]
 
 
+@pytest.mark.parametrize("label", ["twinstep.dev/run", "app.kubernetes.io/managed-by"])
+def test_a_workload_whose_label_somebody_takes_away_is_followed_and_has_it_again(
+    plane: Plane, server: FakeServer, cluster: Simulation, label: str
+) -> None:
+    cluster.kubelet.work = lambda pod: Work()
+    job = plane.submit()
+    plane.go_on(cluster, lambda: plane.state(job.id) == "running")
+    metadata = server.all("JobSet")[0]["metadata"]
+    plane.api.merge("JobSet", "default", metadata["name"], {"metadata": {"labels": {label: None}}})
+    plane.go_on(cluster, lambda: server.all("JobSet")[0]["metadata"]["labels"] == metadata["labels"])
+    assert plane.state(job.id) == "running"
+    cluster.end()
+    assert plane.until_ended(cluster, job.id) == "succeeded"
+    assert times_made(server) == 1
+
+
 def test_a_pod_that_somebody_deletes_is_a_restart_at_most(
     plane: Plane, server: FakeServer, cluster: Simulation
 ) -> None:

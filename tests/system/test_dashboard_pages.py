@@ -196,6 +196,63 @@ def test_a_log_is_narrowed_to_one_host_and_its_cell_tells_of_it(filled: Any, pag
     assert "<i>said by 3</i>" in str(cell.get_attribute("title"))
 
 
+def test_a_log_is_looked_through_and_taken_along(filled: Any, page: Page) -> None:
+    page.goto(f"{filled.url}/jobs/job-00000000000097")
+    log, find = page.locator(".tw-log"), page.get_by_label("Find in the log")
+    expect(log).to_contain_text("<i>said by 3</i>")
+    page.keyboard.press("/")
+    expect(find).to_be_focused()
+    page.keyboard.type("SAID BY 3")
+    expect(log).not_to_contain_text("said by 0")
+    expect(log).to_contain_text("<i>said by 3</i>")
+    find.fill("nowhere")
+    expect(page.get_by_text("No line of the newest ones holds this.")).to_be_visible()
+    find.fill("")
+    expect(log).to_contain_text("said by 0")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download").click()
+    assert download.value.suggested_filename == "sweep-00097-run-00000000097001.log"
+    text = Path(download.value.path()).read_text()
+    assert "said by 0" in text
+    assert "said by 3" in text
+
+
+def test_metrics_without_a_chart_of_their_own_are_drawn_once_they_are_asked_for(filled: Any, page: Page) -> None:
+    page.goto(f"{filled.url}/jobs/job-00000000000098")
+    more = page.locator("details.tw-more")
+    expect(more).to_contain_text("More metrics", timeout=SOON)
+    expect(more.locator(".tw-card")).to_have_count(0)
+    more.locator("summary").click()
+    expect(more.locator(".tw-card h2")).to_have_text([EVIL_METRIC], timeout=SOON)
+    expect(more.locator(".tw-chart")).to_be_visible()
+    assert page.evaluate("window.hacked") is None
+    page.goto(f"{filled.url}/jobs/job-00000000000096")
+    expect(page.get_by_role("heading", name="sweep-00096")).to_be_visible()
+    expect(more).to_be_hidden()
+
+
+def test_a_page_is_found_by_a_jobs_name_and_its_tab_says_how_it_ended(filled: Any, page: Page) -> None:
+    page.goto(f"{filled.url}/jobs/sweep-00096")
+    expect(page.get_by_text("job-00000000000096", exact=True)).to_be_visible()
+    expect(page).to_have_title("✓ sweep-00096 · Twinstep")
+
+
+def test_the_reference_of_the_api_is_looked_through(filled: Any, page: Page) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{filled.url}/")
+    page.get_by_role("link", name="API", exact=True).click()
+    expect(page.get_by_role("heading", name="REST API")).to_be_visible()
+    parts = page.locator(".tw-ref-part:visible")
+    page.get_by_label("Search the reference").fill("idempotency-key resize")
+    expect(parts).to_have_count(1)
+    expect(parts).to_contain_text("/v1/jobs/{job_id}/resize")
+    expect(parts.locator("pre")).to_contain_text(f"{filled.url}/v1/jobs/JOB_ID/resize")
+    page.get_by_label("Search the reference").fill("no such thing")
+    expect(page.get_by_text("Nothing here has these words.")).to_be_visible()
+    assert all(url.startswith((filled.url, "data:")) for url in asked), "nothing comes from elsewhere"
+
+
 def test_a_failed_job_is_run_again_from_its_page(filled: Any, page: Page) -> None:
     job = filled.submit("bad-again")
     filled.when(job["id"], "failed")
@@ -279,7 +336,7 @@ def test_the_colour_scheme_follows_the_system_until_one_is_chosen_and_kept(fille
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/queue", "/compare?jobs=job-00000000000098,job-00000000000097", "/jobs/" + LONG[0]]
+    "path", ["/", "/queue", "/docs", "/compare?jobs=job-00000000000098,job-00000000000097", "/jobs/" + LONG[0]]
 )
 def test_every_text_of_every_page_is_read_in_both_schemes(filled: Any, browser: Browser, path: str) -> None:
     for scheme in ("light", "dark"):
@@ -287,7 +344,7 @@ def test_every_text_of_every_page_is_read_in_both_schemes(filled: Any, browser: 
         page = context.new_page()
         page.goto(filled.url + path)
         page.wait_for_function(
-            "document.querySelectorAll('.tw-card').length > 0 && !!document.querySelector('.q-layout, #app')"
+            "document.querySelectorAll('.tw-card').length > 0 && !!document.querySelector('.q-layout, #app, .tw-ref')"
         )
         page.wait_for_timeout(500)
         assert page.evaluate(CONTRAST) == []
@@ -299,6 +356,7 @@ def test_every_text_of_every_page_is_read_in_both_schemes(filled: Any, browser: 
     [
         "/",
         "/queue",
+        "/docs",
         "/compare?jobs=job-00000000000098,job-00000000000097,job-00000000000096,job-00000000000095",
         "/jobs/job-00000000000090",  # of two runs
         "/jobs/job-00000000000097",  # of many hosts

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinstep.spec.errors import CompileError, TrainError, TwinstepError, UnavailableError
-from twinstep.spec.words import BIDIRECTIONAL, CONTROLS, DASH, cut, number
+from twinstep.spec.errors import CompileError, PeerLostError, TrainError, TwinstepError, UnavailableError
+from twinstep.spec.words import BIDIRECTIONAL, CONTROLS, DASH, EXIT_PEER_LOST, cut, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +64,12 @@ def one_line(text: str, *, width: int = 0) -> str:
 
 
 def exit_code(error: TwinstepError) -> int:
-    """Return 1 where the work failed or the control plane is away, 2 where the user has something to mend."""
+    """Return 1 where the work failed or the control plane is away, 2 where the user has something to mend.
+
+    One of a run's processes that lost another one has a code of its own, which is no cause of the run's end.
+    """
+    if isinstance(error, PeerLostError):
+        return EXIT_PEER_LOST
     if isinstance(error, TrainError | CompileError | UnreachableError | RemoteError):
         return EXIT_FAILED
     return EXIT_USAGE

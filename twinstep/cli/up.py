@@ -70,6 +70,13 @@ AllowedHostOpt = Annotated[
     list[str] | None,
     typer.Option("--allowed-host", metavar="NAME", help="A further name browsers reach it by; may be given again."),
 ]
+ModulesOpt = Annotated[
+    bool | None,
+    typer.Option(
+        "--modules/--no-modules",
+        help="Run users' own code (model.kind: module) on this machine; by default where no other machine reaches it.",
+    ),
+]
 NoLoginOpt = Annotated[bool, typer.Option("--no-login", help="Ask for no token on loopback although there are some.")]
 OpenMetricsOpt = Annotated[bool, typer.Option("--open-metrics", help="Answer /metrics to anybody.")]
 
@@ -91,6 +98,7 @@ def up(
     allowed_hosts: AllowedHostOpt = None,
     no_login: NoLoginOpt = False,
     open_metrics: OpenMetricsOpt = False,
+    modules: ModulesOpt = None,
 ) -> int:
     """Start a control plane here: REST API, dashboard, runs of this machine and of a cluster.
 
@@ -113,6 +121,7 @@ def up(
         allowed_hosts=tuple(allowed_hosts or ()),
         no_login=no_login,
         open_metrics=open_metrics,
+        modules=modules,
         bootstrap_token_file=Path(file) if (file := os.environ.get("TWINSTEP_BOOTSTRAP_TOKEN_FILE")) else None,
         webhook_hosts=tuple((os.environ.get("TWINSTEP_WEBHOOK_HOSTS") or "").replace(",", " ").split()),
     )

@@ -106,6 +106,9 @@ class Settings:
     """Answer `/metrics` to anybody."""
     bootstrap_token_file: Path | None = None
     """File (of a Secret) with a token that is an admin's as long as it stands there."""
+    modules: bool | None = None
+    """Run jobs of `model.kind: module` on this machine, their submitters' own code, with the rights of whoever
+    started it. None: where nobody but this machine reaches it."""
     max_parallel_runs: int = 1
     """Runs the local backend starts at once; others wait in the order they came. 0: this machine runs none."""
     reconcile_seconds: float = 0.5
@@ -137,6 +140,13 @@ class Settings:
             raise UnavailableError(f"port {self.port} is no TCP port", remedy="give a port from 1024 to 65535")
         if self.max_parallel_runs < 0:
             raise UnavailableError(f"max_parallel_runs is {self.max_parallel_runs}", remedy="give 0 or more")
+
+    @property
+    def runs_modules(self) -> bool:
+        """Whether jobs of their submitters' own code run on this machine."""
+        if self.modules is not None:
+            return self.modules
+        return is_loopback(self.host) and self.public_url is None and not self.allowed_hosts
 
     @property
     def url(self) -> str:

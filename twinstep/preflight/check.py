@@ -17,6 +17,7 @@ from twinstep.preflight.words import gib
 from twinstep.spec.accelerator import GpuSpec
 from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.module import ModuleSpec
 from twinstep.spec.table_names import table_name
 from twinstep.spec.topology import GIB, GPUS
 
@@ -227,7 +228,7 @@ FIELDS = {
 
 
 def _notes(spec: JobSpec, found: Modelled) -> tuple[str, ...]:
-    notes = []
+    notes = [] if not isinstance(spec.model, ModuleSpec) else [_of_module(spec.model)]
     if unknown := found.shape.unknown:
         notes.append(
             f"rows of {', '.join(unknown)} are not known before the data is read, and count as none: "
@@ -247,3 +248,14 @@ def _notes(spec: JobSpec, found: Modelled) -> tuple[str, ...]:
     if found.where.kind == "gpu":
         notes.append("memory on GPUs is counted, and was held to no measurement")
     return tuple(notes)
+
+
+def _of_module(model: ModuleSpec) -> str:
+    """Return what of a user's own module is counted, and what is not."""
+    counted = "no other parameter (model.dense_parameters says how many)"
+    if model.dense_parameters is not None:
+        counted = f"{model.dense_parameters:,} parameters outside them, as model.dense_parameters says"
+    return (
+        f"of {model.factory} are counted: a table for each that the data needs, looked-up rows, {counted}; "
+        "neither its activations nor its products are: --aot compiles the very step"
+    )

@@ -24,6 +24,7 @@ from twinstep.preflight.tokens import (
 )
 from twinstep.spec.job import JobSpec
 from twinstep.spec.model import DLRMSpec, DLRMv3Spec
+from twinstep.spec.module import ModuleSpec
 
 FLOAT = 4
 
@@ -114,7 +115,8 @@ def _activations(spec: JobSpec, shape: DataShape, work: Work, where: Where) -> i
         lookups = 0  # SparseCores sum bags themselves, and what they give is a part of its own
     if isinstance(model, DLRMSpec):
         return FLOAT * (lookups + work.rows * _dlrm_values(model, shape))
-    assert isinstance(model, DLRMv3Spec)  # noqa: S101
+    if isinstance(model, ModuleSpec):
+        return FLOAT * lookups  # what it computes of them, nobody knows before it is compiled
     stream = work.tokens * model.transducer_dim
     layers = model.num_layers * _layer_values(spec, model, work, where)
     ends = work.tokens * 4 * model.hidden_dim + work.candidates * 4 * model.transducer_dim
@@ -142,7 +144,7 @@ def _dlrm_values(model: DLRMSpec, shape: DataShape) -> int:
 
 def _attention(spec: JobSpec, work: Work) -> int:
     model = spec.model
-    if isinstance(model, DLRMSpec) or attention_is_fused(spec):
+    if not isinstance(model, DLRMv3Spec) or attention_is_fused(spec):
         return 0
     scores = work.rows * model.num_heads * work.slots**2
     return FLOAT * scores * (model.num_layers + 4)

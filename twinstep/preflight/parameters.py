@@ -17,12 +17,14 @@ from typing import Literal
 from twinstep.preflight.shapes import DataShape
 from twinstep.spec.job import JobSpec
 from twinstep.spec.model import DLRMSpec, DLRMv3Spec
+from twinstep.spec.module import ModuleSpec
 from twinstep.spec.table_names import module_name
 
 ACTION_DIM = 8  # floats per action bit
 MIN_POSITION_ROWS = 256
 TIME_FEATURES = 4  # cos and sin of hour and weekday
 TABLES = "_embedding_collection.embeddings."
+MODULE = "module"  # stands for all parameters of a user's module outside its tables
 Role = Literal["table", "parameter", "buffer"]
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
@@ -44,12 +46,18 @@ class Parameter:
 
 
 def parameters(spec: JobSpec, shape: DataShape) -> tuple[Parameter, ...]:
-    """Return parameters and buffers of the model that a spec asks for, tables first, in the model's order."""
+    """Return parameters and buffers of the model that a spec asks for, tables first, in the model's order.
+
+    Of a user's module there is a table for each that the data needs, and of the rest what the spec says, as one.
+    """
     model = spec.model
     tables = [
         Parameter(f"{TABLES}{module_name(table.name)}.weight", (table.rows, model.embedding_dim), "table")
         for table in shape.tables
     ]
+    if isinstance(model, ModuleSpec):
+        rest = Parameter(MODULE, (model.dense_parameters or 0,), "parameter")
+        return (*tables, rest) if rest.count else tuple(tables)
     named = _dlrm(model, shape) if isinstance(model, DLRMSpec) else _dlrmv3(model, spec, shape)
     dense = [Parameter(name, size, "parameter") for name, size in named]
     return (*tables, *dense, *_buffers(model, shape))

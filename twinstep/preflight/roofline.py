@@ -19,6 +19,7 @@ from twinstep.preflight.tiles import LANES
 from twinstep.preflight.tokens import SPARSE_ROWS_PER_ID, Work, batch_ids, layers_are_fused, work_of
 from twinstep.spec.job import JobSpec
 from twinstep.spec.model import DLRMSpec, DLRMv3Spec
+from twinstep.spec.module import ModuleSpec
 
 FLOAT = 4
 FORWARD_AND_BACKWARD = 3  # products of a step for each of the forward pass: two more for the gradients
@@ -64,6 +65,8 @@ def step_flops(spec: JobSpec, shape: DataShape, work: Work, *, fused: bool) -> f
     model = spec.model
     if isinstance(model, DLRMSpec):
         return 2.0 * FORWARD_AND_BACKWARD * work.rows * _dlrm_products(model, shape)
+    if isinstance(model, ModuleSpec):
+        return 0.0  # nobody knows before it is compiled
     layers = model.num_layers * _layer_products(model, work)
     rest = _rest_products(model, shape, work)
     return 2.0 * (FORWARD_AND_BACKWARD * (layers + rest) + (layers if fused else 0))

@@ -14,7 +14,8 @@ from twinstep.preflight.chips import Where
 from twinstep.preflight.parameters import Parameter
 from twinstep.preflight.shapes import DataShape
 from twinstep.preflight.tiles import tiled_bytes
-from twinstep.spec.job import JobSpec, OptimizerSpec
+from twinstep.spec.job import JobSpec
+from twinstep.spec.optimizers import OptimizerSpec
 from twinstep.spec.placement import SHARD_BYTES, SLICE_SHARD_BYTES, Mesh, Placed, Placement, place
 
 QUIET = ("sgd", "adagrad", "rowwise_adagrad")

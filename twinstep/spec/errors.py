@@ -6,6 +6,7 @@
     ├── CompileError         a step cannot be captured or lowered
     │   └── CaptureError     the user's step does what one graph cannot hold
     ├── TrainError           a run cannot go on (a loss that is not finite, say)
+    │   └── PeerLostError    another process of the run is gone, or does not answer
     ├── StateError           a move that the table of states does not know
     ├── NotFoundError        no job, run or page of that name
     ├── ConflictError        the request does not fit the state a thing is in
@@ -92,6 +93,12 @@ class TrainError(TwinstepError):
     """A run cannot go on."""
 
     code = "train_failed"
+
+
+class PeerLostError(TrainError):
+    """Another process of the run is gone, or did not answer in time."""
+
+    code = "peer_lost"
 
 
 class StateError(TwinstepError):

@@ -25,6 +25,7 @@ from twinstep.spec.embedding import (
     sparsecore_problem,
 )
 from twinstep.spec.model import DLRMv3Spec, Model
+from twinstep.spec.optimizers import OptimizersSpec
 from twinstep.spec.running import DebugSpec, RuntimeSpec
 from twinstep.spec.sparsecore import GENERATIONS
 from twinstep.spec.synthetic import SyntheticSpec
@@ -188,7 +189,8 @@ class DataSpec(Spec):
 
 
 DATASETS_OF_ROWS = ("synthetic-clicks", "criteo")
-"""Datasets of rows with dense and multi-hot features, which `dlrm` takes; the others hold histories, for `dlrmv3`."""
+"""Datasets of rows with dense and multi-hot features, which `dlrm` takes; the others hold histories, for `dlrmv3`. A
+`module` takes both."""
 
 DATA_SETTINGS = {
     "hash_rows": ("parquet", "criteo"),
@@ -198,69 +200,6 @@ DATA_SETTINGS = {
     "eval_candidates": tuple(name for name in get_args(DatasetName) if name not in DATASETS_OF_ROWS),
 }
 """Which datasets look at a setting; others refuse it."""
-
-OPTIMIZER_SETTINGS = {
-    "momentum": ("sgd",),
-    "betas": ("adam", "adamw"),
-    "eps": ("adam", "adamw", "adagrad", "rowwise_adagrad"),
-}
-"""Which kinds of optimizer look at a setting; others refuse it, for a setting without effect is a mistake."""
-
-
-class OptimizerSpec(Spec):
-    """What every optimizer has."""
-
-    kind: str
-    """The optimizer."""
-    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
-    """Weight decay, as torch.optim defines it for the kind."""
-    momentum: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    """SGD's momentum; other kinds refuse another value than the default."""
-    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Adam's and AdamW's decay rates; other kinds refuse other values than the default."""
-    eps: Annotated[Number, Field(gt=0)] = 1e-8
-    """Added to denominators; sgd has none, and refuses another value than the default."""
-
-    @field_validator(*OPTIMIZER_SETTINGS)
-    @classmethod
-    def _has_an_effect(cls, value: Any, info: ValidationInfo) -> Any:
-        kind, name = info.data.get("kind"), info.field_name or ""
-        default, kinds = cls.__pydantic_fields__[name].default, OPTIMIZER_SETTINGS[name]
-        if kind is not None and kind not in kinds and value != default:
-            raise PydanticCustomError(
-                "between_fields",
-                "has no effect with kind: {kind}",
-                {"kind": kind, "allowed": f"the default, or kind: {' or '.join(kinds)}", "nearest": default},
-            )
-        return value
-
-
-class DenseOptimizerSpec(OptimizerSpec):
-    """The optimizer of every parameter outside the embedding tables."""
-
-    kind: Literal["sgd", "adam", "adamw", "adagrad"] = "adam"
-    """The `torch.optim` optimizer."""
-    lr: Annotated[Number, Field(gt=0)] = 5e-4
-    """Learning rate."""
-
-
-class SparseOptimizerSpec(OptimizerSpec):
-    """The optimizer of the embedding tables."""
-
-    kind: Literal["sgd", "adam", "adamw", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
-    """A `torch.optim` optimizer, or rowwise_adagrad, which keeps one sum of squares per row."""
-    lr: Annotated[Number, Field(gt=0)] = 0.01
-    """Learning rate."""
-
-
-class OptimizersSpec(Spec):
-    """The two optimizers of a step."""
-
-    dense: DenseOptimizerSpec = DenseOptimizerSpec()
-    """For every parameter outside the embedding tables."""
-    sparse: SparseOptimizerSpec = SparseOptimizerSpec()
-    """For the embedding tables."""
-
 
 StrategyName = Literal[
     "sparse_embedding", "fused_attention", "fused_update", "fold_layers", "mixed_precision", "quantize"
@@ -386,7 +325,7 @@ class JobSpec(Spec):
     @classmethod
     def _model_takes_it(cls, value: DataSpec, info: ValidationInfo) -> DataSpec:
         kind = getattr(info.data.get("model"), "kind", None)  # not there where it is not valid itself
-        if kind is None or (kind == "dlrm") == (value.dataset in DATASETS_OF_ROWS):
+        if kind in (None, "module") or (kind == "dlrm") == (value.dataset in DATASETS_OF_ROWS):
             return value
         every = get_args(DataSpec.model_fields["dataset"].annotation)
         fitting = [name for name in every if (kind == "dlrm") == (name in DATASETS_OF_ROWS)]
@@ -395,6 +334,16 @@ class JobSpec(Spec):
             "holds what a {kind} does not take",
             {"part": "dataset", "kind": kind, "allowed": ", ".join(fitting), "nearest": fitting[0]},
         )
+
+    @field_validator("accelerator")
+    @classmethod
+    def _source_is_there(cls, value: Accelerator, info: ValidationInfo) -> Accelerator:
+        source = getattr(info.data.get("model"), "source", None)
+        if source is not None and value.kind != "cpu" and not source.startswith("/"):
+            said: dict[str, Any] = {"allowed": "null, or a folder of the image by its whole path", "nearest": None}
+            said |= {"at": ("model", "source"), "given": source, "kind": value.kind}
+            raise PydanticCustomError("between_fields", "leads nowhere in a pod, where a {kind} job runs", said)
+        return value
 
     @field_validator("embedding")
     @classmethod

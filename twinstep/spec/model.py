@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictInt, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from twinstep.spec.base import Number, Spec, with_kind
+from twinstep.spec.module import ModuleSpec
 from twinstep.spec.presets import PresetName, with_preset
 
 Width = Annotated[StrictInt, Field(ge=1, le=16384)]
@@ -115,4 +116,4 @@ def _model(value: Any) -> Any:
     return with_preset(named) if isinstance(named, Mapping) and named.get("kind") == "dlrmv3" else named
 
 
-Model = Annotated[Annotated[DLRMv3Spec | DLRMSpec, Field(discriminator="kind")], BeforeValidator(_model)]
+Model = Annotated[Annotated[DLRMv3Spec | DLRMSpec | ModuleSpec, Field(discriminator="kind")], BeforeValidator(_model)]

@@ -21,7 +21,10 @@ from twinstep.spec.text import dump_yaml, load_yaml, plain_text
 MAX_SPEC_BYTES = 256 * 1024  # a spec is a page or two; more is a wrong file, or an attempt to exhaust memory
 MAX_DEPTH = 32
 MAX_GIVEN = 120
-UNION_TAGS: Mapping[str | int, tuple[str, ...]] = {"accelerator": ("cpu", "tpu", "gpu"), "model": ("dlrmv3", "dlrm")}
+UNION_TAGS: Mapping[str | int, tuple[str, ...]] = {
+    "accelerator": ("cpu", "tpu", "gpu"),
+    "model": ("dlrmv3", "dlrm", "module"),
+}
 """What pydantic puts behind the name of a field that is a union, between it and what the user wrote."""
 MAX_FAULTS = 50  # nobody mends more at a time, and each costs a search for the nearest valid value
 

@@ -12,8 +12,8 @@ from twinstep.spec.job import NAME_MAX, JobSpec
 from twinstep.spec.parse import show
 from twinstep.spec.text import dump_yaml
 
-PATHS = (("data", "path"), ("compile", "cache_dir"), ("checkpoint", "path"))
-"""Fields that may hold a relative path; `data.cache_dir` and `data.vocabulary` never do."""
+PATHS = (("model", "source"), ("data", "path"), ("compile", "cache_dir"), ("checkpoint", "path"))
+"""Fields that may hold a relative path; `data.cache_dir` and `data.vocabulary` never do; `source` is a module's."""
 
 
 def is_whole(path: str) -> bool:
@@ -23,7 +23,7 @@ def is_whole(path: str) -> bool:
 
 def relative_paths(spec: JobSpec) -> dict[tuple[str, str], str]:
     """Return the fields of a spec that hold a relative path."""
-    values = {at: getattr(getattr(spec, at[0]), at[1]) for at in PATHS}
+    values = {at: getattr(getattr(spec, at[0]), at[1], None) for at in PATHS}
     return {at: value for at, value in values.items() if value is not None and not is_whole(value)}
 
 

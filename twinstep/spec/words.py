@@ -58,5 +58,14 @@ EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as a shell counts."""
 EXIT_PREEMPTED = 75
 """Exit code of a worker that was asked to go and saved its work: no failure (sysexits' EX_TEMPFAIL)."""
+EXIT_PEER_LOST = 76
+"""Exit code of one of a run's processes that lost another one: what follows from a failure, and never its cause."""
 EXIT_ABORTED = 134
-"""After SIGABRT, as JAX and NCCL end a process whose peer is gone: where another one failed too, no cause."""
+"""After SIGABRT, as JAX and NCCL end a process whose peer is gone: no cause where another one failed by itself."""
+FOLLOWS = (EXIT_ABORTED, EXIT_PEER_LOST)
+"""Exit codes that may follow from a peer's end, the likelier cause first: an abort may be a crash of its own."""
+
+
+def follows(code: int) -> int:
+    """Return how much an exit code of one of a run's processes follows from another's end; 0: not at all."""
+    return 1 + FOLLOWS.index(code) if code in FOLLOWS else 0

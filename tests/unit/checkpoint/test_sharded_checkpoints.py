@@ -299,3 +299,70 @@ def test_rows_that_nobody_wrote_or_two_did_make_no_checkpoint(ranges: list[tuple
     ]
     with pytest.raises(ValueError, match="written twice or by nobody"):
         merged(entries)
+
+
+def _missing(newest: Path, before: Path) -> None:
+    next(newest.glob("data-0001*")).unlink()
+
+
+def _stale(newest: Path, before: Path) -> None:
+    """What an older attempt wrote under the same name."""
+    old = next(before.glob("data-0001*"))
+    (newest / old.name).write_bytes(old.read_bytes())
+
+
+def _flipped(newest: Path, before: Path) -> None:
+    file = next(newest.glob("data-0002*"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
+def _cut(newest: Path, before: Path) -> None:
+    file = next(newest.glob("data-0000*"))
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _others_manifest(newest: Path, before: Path) -> None:
+    (newest / "manifest.json").write_bytes((before / "manifest.json").read_bytes())
+
+
+def _half_beside(newest: Path, before: Path) -> None:
+    """A later attempt was killed: one process's part is there, the others' and the manifest are not."""
+    later = newest.parent / "000003-step-3-0123abcd"
+    later.mkdir()
+    old = next(newest.glob("data-0001*"))
+    (later / old.name).write_bytes(old.read_bytes())
+
+
+TEARS = {each.__name__: each for each in (_missing, _stale, _flipped, _cut, _others_manifest, _half_beside)}
+
+
+@pytest.mark.parametrize("tear", TEARS)
+def test_a_checkpoint_of_which_one_processs_part_is_torn_is_passed_over(tear: str, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    names = ("table", "large", "dense")
+    wholes = {
+        step: {path: each for path, each in state(step).items() if path.removeprefix("parameter:") in names}
+        for step in (1, 2)
+    }
+    held = {"parameter:table": HELD["parameter:table"]}
+    for step, whole in wholes.items():
+        run.save(step, [{path: each.clone() for path, each in whole.items()} for _ in range(3)], held)
+    run.first.close()
+    before, newest = sorted(each for each in tmp_path.iterdir() if each.is_dir())
+    TEARS[tear](newest, before)
+    model = torch.nn.ParameterDict({name: torch.zeros_like(wholes[1][f"parameter:{name}"]) for name in names})
+    again = Checkpoints(tmp_path)
+    found = again.restore(model, {})
+    assert found is not None
+    want = 2 if tear == "_half_beside" else 1
+    assert found[0].step == want
+    assert all(torch.equal(model[name], wholes[want][f"parameter:{name}"]) for name in names)
+    assert [note.name for note in again.notes()] == ([] if want == 2 else ["checkpoint_damaged"])
+    again.save({f"parameter:{name}": model[name] for name in names}, step=9, about={})
+    again.finish()
+    left = sorted(each.name for each in tmp_path.iterdir() if each.is_dir())
+    assert len(left) == 2, "what is torn goes once a newer one is whole"
+    assert left[-1].split("-")[2] == "9"
+    again.close()

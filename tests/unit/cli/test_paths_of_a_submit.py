@@ -128,8 +128,8 @@ def test_a_submit_makes_paths_whole_from_where_its_user_is(
 
 @pytest.mark.parametrize(("part", "field"), PATHS)
 def test_a_relative_path_is_refused_by_field_where_a_job_is_submitted(part: str, field: str) -> None:
-    dataset = {"dataset": "ml-1m"} if part == "data" else {}
-    spec = validate_spec({"name": "a", part: {**dataset, field: "some/place"}})
+    beside = {"data": {"dataset": "ml-1m"}, "model": {"kind": "module", "factory": "ranker:build"}}
+    spec = validate_spec({"name": "a", part: {**beside.get(part, {}), field: "some/place"}})
     with pytest.raises(SpecError) as caught:
         check_paths(spec)
     (fault,) = caught.value.faults

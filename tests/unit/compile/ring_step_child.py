@@ -9,6 +9,7 @@ import copy
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ DLRM = {
         "synthetic": {"table_rows": [50, 8, 1000, 301], "max_ids": 3},
     },
 }
+OWN = DLRMV3 | {
+    "model": {
+        "kind": "module", "factory": "ranker:build", "embedding_dim": 16, "arguments": {"hidden": 16},
+        "source": str(Path(__file__).parents[3] / "examples" / "own_model"),
+    },
+}  # fmt: skip
 
 
 def errors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -176,10 +183,8 @@ def small(kind: str, odd: int, devices: int) -> Any:
 
 def run(name: str) -> Any:
     what, devices, kind = name.split("/")[:3]
-    if what == "dlrmv3":
-        return of_a_spec(DLRMV3, int(devices), kind)
-    if what == "dlrm":
-        return of_a_spec(DLRM, int(devices), kind)
+    if what in (specs := {"dlrmv3": DLRMV3, "dlrm": DLRM, "own": OWN}):
+        return of_a_spec(specs[what], int(devices), kind)
     return small(kind, int(name.split("/")[3]), int(devices))
 
 

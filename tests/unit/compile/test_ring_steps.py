@@ -23,7 +23,7 @@ CHILD = Path(__file__).with_name("ring_step_child.py")
 QUICK = ("small/8/sgd/0", "small/4/adagrad/3", "small/8/rowwise_adagrad/0", "small/4/adam/0", "small/4/adam/3")
 SPECS = ("dlrmv3/4/rowwise_adagrad", "dlrm/8/adagrad")
 # DLRMv3 takes no element-wise Adagrad: its first update of a gradient near 0 is the sign of rounding, times the rate.
-MORE = ("dlrmv3/8/rowwise_adagrad", "dlrm/4/sgd", "dlrmv3/4/sgd", "dlrm/8/rowwise_adagrad")
+MORE = ("own/4/rowwise_adagrad", "dlrmv3/8/rowwise_adagrad", "dlrm/4/sgd", "dlrmv3/4/sgd", "dlrm/8/rowwise_adagrad")
 
 
 def run(*cases: str) -> dict[str, Any]:

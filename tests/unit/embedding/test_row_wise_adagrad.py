@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from twinstep.spec.job import OPTIMIZER_SETTINGS, OptimizersSpec
+from twinstep.spec.optimizers import OPTIMIZER_SETTINGS, OptimizersSpec
 from twinstep.worker.embedding.collection import EmbeddingCollection
 from twinstep.worker.embedding.optim import OPTIMIZERS, RowWiseAdagrad, build_optimizers, split_parameters
 

@@ -77,6 +77,33 @@ def test_jobs_are_found_by_their_very_name_and_by_how_their_id_begins(live) -> N
         assert found(**nothing) == [], nothing
 
 
+def test_a_job_is_read_by_its_name_and_changed_by_its_id_alone(live) -> None:
+    older, newer = live.submit("twins"), live.submit("twins")
+    other = live.submit("another")
+    names = {"twins": newer, "another": other, older["id"]: older}
+    for named, job in names.items():
+        assert live.http.get(f"/v1/jobs/{named}").json()["id"] == job["id"]
+        assert [run["id"] for run in live.http.get(f"/v1/jobs/{named}/runs").json()["items"]] == [job["run_id"]]
+        assert {each["job_id"] for each in live.http.get(f"/v1/jobs/{named}/events").json()["items"]} == {job["id"]}
+    document = live.http.get("/openapi.json").json()
+    reads = [path for path, each in document["paths"].items() if path.startswith("/v1/jobs/{job_id}") and "get" in each]
+    for path in reads:
+        (named,) = [each for each in document["paths"][path]["get"]["parameters"] if each["name"] == "job_id"]
+        assert "the newest job of that name" in named["description"]
+        if not path.endswith("/stream"):  # a job that runs has one without an end
+            query = {"names": "loss"} if path.endswith("/series") else {}
+            assert live.http.get(path.replace("{job_id}", "twins"), params=query).status_code == 200, path
+            assert live.http.get(path.replace("{job_id}", "triplets"), params=query).status_code == 404, path
+    with live.http.stream("GET", "/v1/jobs/twins/stream") as answer:
+        assert answer.status_code == 200
+    for verb in ("cancel", "retry", "suspend", "resume", "resize"):
+        body = {"batch_size": 1} if verb == "resize" else {}
+        assert live.http.post(f"/v1/jobs/twins/{verb}", json=body).status_code == 404
+    assert live.job(newer["id"])["cancel_requested_at"] is None
+    shaped = live.submit("job-" + "0" * 14)  # a name that could be an id is taken for one
+    assert live.http.get(f"/v1/jobs/{shaped['name']}").status_code == 404
+
+
 def test_cancelling_stops_the_worker_and_may_be_asked_again(live) -> None:
     job = live.submit("sleeps")
     live.when(job["id"], "starting")

@@ -93,6 +93,11 @@ ROWS = [
     (wants(suspend=True, suspended=True), sees(S.QUEUED), D.MOVE, S.QUEUED),
     (wants(S.QUEUED, suspended=True), sees(S.QUEUED), D.UNSUSPEND, None),
     (wants(suspend=True, cancel=True), sees(S.RUNNING), D.DELETE, None),
+    # by others
+    (wants(S.QUEUED, suspend=True, suspended=True), sees(S.RUNNING, suspended=False), D.SUSPEND, None),
+    (wants(suspend=True, suspended=True), sees(S.QUEUED, suspended=True), D.MOVE, S.QUEUED),
+    (wants(S.RUNNING), sees(S.QUEUED, suspended=True), D.MOVE, S.QUEUED),
+    (wants(S.QUEUED, suspended=True), sees(S.QUEUED, suspended=True), D.UNSUSPEND, None),
     # followed
     (wants(S.QUEUED), sees(S.QUEUED), D.SAY, S.QUEUED),
     (wants(S.QUEUED), sees(S.STARTING), D.MOVE, S.STARTING),
@@ -172,7 +177,13 @@ findings = st.builds(
     Finding, state=st.sampled_from(sorted(set(RunState) - {S.PENDING})), reason=st.just("seen"),
     restarts=st.integers(0, 3),
 ) | st.just(GONE)  # fmt: skip
-sights = st.none() | st.builds(ClusterSight, finding=findings, deleting=st.booleans(), confirmed=st.booleans())
+sights = st.none() | st.builds(
+    ClusterSight,
+    finding=findings,
+    deleting=st.booleans(),
+    suspended=st.none() | st.booleans(),
+    confirmed=st.booleans(),
+)
 
 
 @given(wanteds, sights)

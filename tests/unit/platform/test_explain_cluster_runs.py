@@ -129,6 +129,9 @@ def _pod(host: int, code: int, at: str) -> dict[str, Any]:
         ([(1, 134, 10), (0, 1, 400)], 1),  # another thing, much later
         ([(1, 137, 10), (0, 134, 9)], 1),
         ([(1, 1, 10), (0, 134, 11)], 1),
+        ([(1, 76, 10), (0, 134, 11)], 0),  # it crashed, and its peer missed it before its kubelet had told so
+        ([(1, 76, 10), (2, 134, 10), (0, 1, 12)], 0),
+        ([(1, 76, 10), (2, 143, 11)], 1),
     ],
 )
 def test_a_worker_that_was_aborted_since_its_peer_was_gone_is_not_the_first(

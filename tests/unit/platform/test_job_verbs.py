@@ -173,6 +173,37 @@ def test_a_run_suspended_for_days_is_neither_sent_again_nor_stopped_for_its_time
     assert (plane.state(job), plane.cluster.made) == (S.QUEUED, [job.run_id])
 
 
+def test_a_run_that_somebody_else_suspends_says_so_and_goes_on_once_it_may(plane: Plane) -> None:
+    job = plane.running()
+    plane.cluster.of(job.run_id)["spec"]["suspend"] = True  # kubectl patch
+    plane.passes()
+    said = plane.service.explain_job(job.id)
+    assert (plane.state(job), said.cause) == (S.QUEUED, "suspended")
+    assert "twinstep resume" in said.next_step
+    assert "suspend" not in plane.cluster.asked, "whoever did it meant it"
+    for _ in range(2):
+        plane.verbs.resume(job.id, actor="ada")
+        plane.passes()
+    assert plane.cluster.of(job.run_id)["spec"]["suspend"] is False
+    assert (plane.state(job), plane.cluster.made) == (S.RUNNING, [job.run_id])
+    assert plane.events(job).count("resume_requested") == 1
+    assert plane.cluster.asked.count("unsuspend") == 1
+
+
+def test_a_run_that_somebody_else_lets_go_on_is_suspended_still(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinstep.platform.scheduler.cluster.reconcile.SETTLE_S", 0.0)
+    job = plane.running()
+    plane.verbs.suspend(job.id, actor="ada")
+    plane.passes()
+    plane.cluster.of(job.run_id)["spec"]["suspend"] = False
+    plane.passes()
+    assert plane.cluster.of(job.run_id)["spec"]["suspend"] is True
+    assert plane.state(job) is S.QUEUED
+    plane.verbs.resume(job.id, actor="ada")
+    plane.passes()
+    assert (plane.state(job), plane.cluster.made) == (S.RUNNING, [job.run_id])
+
+
 def test_what_is_suspended_before_it_was_sent_is_not_sent(plane: Plane) -> None:
     job = plane.submit()
     plane.verbs.suspend(job.id, actor="ada")

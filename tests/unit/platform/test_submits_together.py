@@ -300,15 +300,16 @@ def test_however_submits_are_gathered_each_key_has_one_job(one_store: Store, dat
         assert connection.execute(mine).scalar_one() == new
 
 
-def test_each_submit_of_a_batch_leaves_one_event_and_its_own_line_in_the_audit_log(store: Store) -> None:
+def test_each_submit_of_a_batch_leaves_one_event_and_a_line_in_the_audit_log_each_time(store: Store) -> None:
     entries = [Entry(actor=f"u{n}", action="job.submit", project="default", request_id=f"r{n}") for n in range(3)]
     found = store_submits(store.database, [submit(f"k{n}", entry=entry) for n, entry in enumerate(entries)])
     repeated = Entry(actor="u0", action="job.submit", request_id="again")
     store_submits(store.database, [submit("k0", entry=repeated)])
-    assert [entry.written for entry in (*entries, repeated)] == [True, True, True, False]
+    assert [entry.written for entry in (*entries, repeated)] == [True, True, True, True]
     lines = AuditLog(store.database).page(limit=10).items[::-1]
     jobs = [each[0].id for each in found if isinstance(each, tuple)]
-    assert [(line.request_id, line.target) for line in lines] == list(zip(("r0", "r1", "r2"), jobs, strict=True))
+    wanted = list(zip(("r0", "r1", "r2", "again"), (*jobs, jobs[0]), strict=True))
+    assert [(line.request_id, line.target) for line in lines] == wanted
     assert _counts(store, "a-job") == (3, 3, 3, 3)
 
 

@@ -95,11 +95,19 @@ def test_of_another_projects_job_nothing_is_seen_and_the_audit_log_says_who_look
     for path, access in ROUTES.items():
         if "{job_id}" in path[1] and access.who == "user":
             assert ask(team["stranger"], path[0], path[1].format(job_id=job["id"])).status_code == 404
-    assert ask(team["stranger"]).json()["items"] == []
+    assert ask(team["stranger"], path="/v1/jobs/sleeps").status_code == 404
+    own = submit(ask, team["stranger"], "other").json()
+    newest = [
+        ask(team[name], path="/v1/jobs/sleeps").json()["id"] for name in ("viewer", "stranger", "admin everywhere")
+    ]
+    assert newest == [job["id"], own["id"], own["id"]], "of a name, the newest job that one may see"
+    assert ask(team["stranger"], "POST", f"/v1/jobs/{own['id']}/cancel").status_code == 200
+    assert [each["id"] for each in ask(team["stranger"]).json()["items"]] == [own["id"]]
     assert ask(team["stranger"], params={"project": "team"}).json()["items"] == []
     assert [each["id"] for each in ask(team["viewer"], params={"project": "team"}).json()["items"]] == [job["id"]]
-    assert [each["id"] for each in ask(team["admin everywhere"]).json()["items"]] == [job["id"]]
-    refused = ask(team["admin everywhere"], path="/v1/audit", params={"actor": "stranger"}).json()["items"]
+    assert [each["id"] for each in ask(team["admin everywhere"]).json()["items"]] == [own["id"], job["id"]]
+    asked = {"actor": "stranger", "outcome": "refused"}
+    refused = ask(team["admin everywhere"], path="/v1/audit", params=asked).json()["items"]
     assert {(each["target"], each["project"], each["outcome"]) for each in refused} == {(job["id"], "team", "refused")}
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -16,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from standardwebhooks import Webhook as Verifier
 
+from tests.unit.platform.conftest import eventually
 from twinstep.platform.scheduler import webhooks
 from twinstep.platform.scheduler.webhooks import (
+    AT_ONCE,
     FIRST_PAUSE_S,
     GIVE_UP_S,
     MIN_TRIES,
@@ -99,6 +104,7 @@ class Side:
         with ThreadPoolExecutor(4) as pool:
             for _ in range(rounds):
                 messenger.run_once(pool)
+                wait(messenger.under_way)
         messenger.stop()
 
     def later(self, seconds: float) -> None:
@@ -216,6 +222,64 @@ def test_a_webhook_that_fails_is_asked_with_one_message_at_a_time_and_others_go_
     assert (found.waiting, found.last_error is not None, found.failing_since) == (5, True, side.clock["now"])
     side.later(MAX_PAUSE_S)
     assert len(side.outbox.claim(limit=8)) == 1
+
+
+@contextmanager
+def slow_receiver(letters: bytes) -> Iterator[str]:
+    """The URL of a server that takes connections and answers with a letter every so often, and never to its end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ends = threading.Event()
+
+        def answer(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                for letter in itertools.cycle(letters) if letters else ():
+                    connection.sendall(bytes([letter]))
+                    if ends.wait(0.05):
+                        return
+                ends.wait(60)
+
+        def take() -> None:
+            with suppress(OSError):
+                while not ends.is_set():
+                    connection, _ = listener.accept()
+                    threads.append(threading.Thread(target=answer, args=(connection,)))
+                    threads[-1].start()
+
+        threads = [threading.Thread(target=take)]
+        threads[0].start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/slow"
+        ends.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("letters", [b"", b"x"], ids=["silent", "trickles"])
+def test_a_slow_webhook_keeps_no_other_waiting_and_is_given_up_in_time(
+    side: Side, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, letters: bytes
+) -> None:
+    monkeypatch.setattr(webhooks, "TIMEOUT_S", 2.0)
+    messenger = Messenger(side.outbox, side.target, every_seconds=0.02)
+    with slow_receiver(letters) as url:
+        slow, _ = side.hooks.create(url, [])
+        side.hooks.create(receiver.url, [])
+        for _ in range(AT_ONCE + 4):  # more than there is room for
+            side.store.create_job(SPEC)
+        messenger.start()
+        eventually(lambda: len(receiver.got) == AT_ONCE + 4)
+        assert side.hooks.get(slow.id).failing_since is None, "the others were told before that one was given up"
+        eventually(lambda: "did not answer within 2 s" in (side.hooks.get(slow.id).last_error or ""))
+        messenger.stop()
+
+
+def test_of_one_webhook_a_few_are_taken_at_once_and_what_is_left_out_is_left(side: Side, receiver: Receiver) -> None:
+    first, second = (side.hooks.create(receiver.url, [])[0].id for _ in range(2))
+    for _ in range(4):
+        side.store.create_job(SPEC)
+    taken = [each.webhook_id for each in side.outbox.claim(limit=8, each=2)]
+    assert sorted(taken) == sorted([first, first, second, second])
+    assert {each.webhook_id for each in side.outbox.claim(limit=8, without=[first])} == {second}
+    assert side.outbox.claim(limit=0) == []
 
 
 def test_what_one_that_died_had_taken_is_told_by_the_next(side: Side, receiver: Receiver) -> None:

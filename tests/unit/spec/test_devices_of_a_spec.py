@@ -14,7 +14,8 @@ from twinstep.spec.accelerator import CpuSpec, GpuSpec, TpuSpec
 from twinstep.spec.devices import devices_of, shares_of
 from twinstep.spec.embedding import EmbeddingSpec
 from twinstep.spec.errors import Fault, SpecError
-from twinstep.spec.job import CompileSpec, JobSpec, OptimizersSpec
+from twinstep.spec.job import CompileSpec, JobSpec
+from twinstep.spec.optimizers import OptimizersSpec
 from twinstep.spec.parse import validate_spec
 from twinstep.worker.train.tables import cores_of_slice
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from twinstep.spec.errors import Fault, SpecError
-from twinstep.spec.job import OPTIMIZER_SETTINGS, JobSpec, OptimizersSpec
+from twinstep.spec.job import JobSpec
 from twinstep.spec.nearest import suggest_name
+from twinstep.spec.optimizers import OPTIMIZER_SETTINGS, OptimizersSpec
 from twinstep.spec.parse import MAX_SPEC_BYTES, dump_spec, parse_spec, spec_json_schema, validate_spec
 from twinstep.spec.text import load_yaml
 
@@ -200,7 +201,7 @@ def mend(data: dict[str, Any], fault: Fault) -> None:
     *path, key = parts
     at: dict[Any, Any] = data
     for part in path:
-        if not isinstance(at[part], dict):  # `accelerator: gpus` is short for a mapping
+        if not isinstance(at.get(part), dict):  # `accelerator: gpus` is short for a mapping; a part may be left out
             at[part] = {}
         at = at[part]
     if fault.remedy.startswith("did you mean "):

@@ -1,4 +1,4 @@
-"""One of two processes that save together over gloo: `python crew_child.py slow|dies RANK PORT PLACE`."""
+"""One of two processes that save together over gloo: `python crew_child.py slow|alone|dies RANK PORT PLACE`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def main(which: str, rank: int, port: int, where: str) -> None:
     group.patience, group.host = patience, distributed.new_group(backend="gloo", timeout=patience)
     manifest.FILE_BYTES = 4096
     model = nn.ParameterList([nn.Parameter(torch.rand(1024)) for _ in range(40)])
-    stepper: Any = SimpleNamespace(pull_own=dict, random_state=lambda: torch.zeros(8, dtype=torch.uint8))
+    nothing = {"pull": dict, "pull_own": dict, "compiled_for": dict}
+    stepper: Any = SimpleNamespace(random_state=lambda: torch.zeros(8, dtype=torch.uint8), **nothing)
+    if which == "alone":
+        SharedSaving._all_see = lambda *_: False  # type: ignore[method-assign]
     saving = SharedSaving(
         validate_spec({"name": "t"}),
         where,
@@ -59,6 +62,15 @@ def main(which: str, rank: int, port: int, where: str) -> None:
         tell=lambda name, text, data: print(name, data.get("step"), text, flush=True),
     )
     LocalPlace.write = written_slowly  # type: ignore[method-assign]
+    if which == "alone":
+        WAITS.seconds = SLOW_SECONDS / 20  # of 40 files, by two threads
+        saving.save(1, {})
+        saving.save(2, {})
+        assert saving.save_last(3, {}, within=60.0)
+        began = time.monotonic()
+        saving.close()
+        print("closed, written", WAITS.files, int(time.monotonic() - began), flush=True)
+        return
     if which == "slow":
         WAITS.seconds = rank * SLOW_SECONDS / 10
         saving.save(1, {})

@@ -63,6 +63,22 @@ def test_a_process_that_writes_for_longer_than_others_wait_fails_no_checkpoint(t
 
 
 @pytest.mark.timeout(300)
+def test_a_process_0_that_writes_all_for_longer_than_others_wait_is_not_taken_for_a_lost_one(tmp_path: Path) -> None:
+    first, second = both("alone", tmp_path)
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert [line.split()[:2] for line in first[1]] == [
+        ["checkpoints_by_one", "None"],
+        ["checkpoint_saved", "1"],
+        ["checkpoint_saved", "2"],
+        ["checkpoint_saved", "3"],
+        ["closed,", "written"],
+    ]
+    assert second[1] == ["closed, written 0 0"]
+    place = open_place(tmp_path)
+    assert [Reader(place, name).manifest.step for name in sorted(place.names())] == [2, 3]
+
+
+@pytest.mark.timeout(300)
 def test_a_process_stops_writing_for_a_process_0_that_is_gone(tmp_path: Path) -> None:
     (code, _), (other, said) = both("dies", tmp_path)
     assert (code, other) == (9, 0)

@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hybrid_child import Noting
 from test_hybrid_parallel import DLRM, TABLES, divided, spec_of
 
-from twinstep.spec.errors import DataError, UnavailableError
+from twinstep.spec.errors import DataError, PeerLostError, UnavailableError
 from twinstep.spec.parse import validate_spec
 from twinstep.worker.checkpoint.place import LocalPlace
 from twinstep.worker.data.prefetch import Prefetch
 from twinstep.worker.train import run as runs
 from twinstep.worker.train import shared_saving
-from twinstep.worker.train.group import Group, PeerLost
+from twinstep.worker.train.group import Group
 from twinstep.worker.train.hybrid import HybridStepper
 from twinstep.worker.train.loop import Trainer
 from twinstep.worker.train.processes import Process, Together
@@ -144,7 +144,7 @@ def test_what_gloo_says_of_a_late_process_is_a_lost_one() -> None:
 
     error = gloo_pair(work)[0]
     assert type(error) is RuntimeError
-    with pytest.raises(PeerLost), Group(TWO, device=CPU, seconds=1).minding():
+    with pytest.raises(PeerLostError), Group(TWO, device=CPU, seconds=1).minding():
         raise error
 
 
@@ -169,9 +169,9 @@ def test_what_no_exchange_said_is_no_lost_process(error: Exception) -> None:
 def test_a_process_that_was_told_to_end_leaves_no_word_of_a_failure() -> None:
     group = Group(TWO, device=CPU, seconds=1)
     group.tell_failure(SystemExit(75))
-    assert group._first_failure() is None
+    assert group.first_failure() is None
     group.tell_failure(DataError("broken", remedy="mend"))
-    assert group._first_failure() == "process 0 failed: broken"
+    assert group.first_failure() == "process 0 failed: broken"
 
 
 def test_a_gpu_that_is_not_there_is_a_plain_error_that_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +273,7 @@ def test_a_process_that_cannot_use_the_place_leaves_checkpoints_to_process_0(
     if what == "may only read":
         monkeypatch.setattr(LocalPlace, "write", fail(PermissionError(13, "Permission denied")))
     monkeypatch.setattr(shared_saving, "StoreCrew", lambda process, _: SimpleNamespace(rank=1, count=2))
+    monkeypatch.setattr(shared_saving, "FirstsTurn", lambda *_: SimpleNamespace(over=lambda: None))
     monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: None)
     shared = shared_saving.SharedSaving(
         validate_spec({"name": "t"}),
@@ -301,6 +302,8 @@ def test_a_disk_that_is_full_for_process_0_ends_all(
         return SimpleNamespace(save=fail, wants_last=fail, place=LocalPlace(tmp_path))
 
     monkeypatch.setattr(shared_saving, "Saving", make)
+    monkeypatch.setattr(shared_saving, "FirstsTurn", lambda *_: SimpleNamespace(over=lambda: None))
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: None)
     for rank, message in ((0, "^the disk is full"), (1, "process 0 failed: the disk is full")):
         shared = shared_saving.SharedSaving(
             validate_spec({"name": "t"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import distributed
 
 from twinstep.spec.embedding import FUSED, FUSED_ON_GPUS
-from twinstep.spec.job import SparseOptimizerSpec
+from twinstep.spec.optimizers import SparseOptimizerSpec
 from twinstep.worker.embedding.hybrid import sharded
 from twinstep.worker.embedding.hybrid.plan import TableSize, plan_tables
 
@@ -30,7 +31,12 @@ def made(kind: str, group: distributed.ProcessGroup, name: str = "t") -> Any:
     plans = plan_tables([TableSize(name=name, rows=ROWS, dim=DIM)], asked={name: "row_wise"}, processes=1, sparse=kind)
     optimizer = SparseOptimizerSpec(kind=kind, lr=0.1)  # type: ignore[arg-type]
     return sharded.shard(
-        {plan: ["f"] for plan in plans}, pooled=True, optimizer=optimizer, device=torch.device("cpu"), group=group
+        {plan: ["f"] for plan in plans},
+        pooled=True,
+        optimizer=optimizer,
+        device=torch.device("cpu"),
+        group=group,
+        on_host=1,
     )
 
 
@@ -87,3 +93,26 @@ def test_an_optimizer_counts_on_from_where_a_checkpoint_was(group: distributed.P
         sharded.set_steps(module, steps)
         (kernel,) = sharded.kernels(module.fused_optimizer)
         assert (int(kernel.iter), int(kernel.iter_cpu)) == (steps, steps)
+
+
+def test_a_shard_names_the_gpu_that_its_process_has_on_its_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 GPUs on 2 hosts: process 9 has GPU 1 of its host, and there is none of number 9."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        sharded.EmbeddingBagCollectionSharder, "shard", lambda self, module, plan, *_: seen.append(plan)
+    )
+    monkeypatch.setattr(sharded.ShardingEnv, "from_process_group", lambda group: None)
+    tables = [TableSize(name=name, rows=64, dim=8) for name in ("rows", "whole")]
+    asked: Any = {"rows": "row_wise", "whole": "table_wise"}
+    plans = plan_tables(tables, asked=asked, processes=16, sparse="sgd", device="cuda")
+    sharded.shard(
+        {plan: [f"f{number}"] for number, plan in enumerate(plans)},
+        pooled=True,
+        optimizer=SparseOptimizerSpec(kind="sgd", lr=0.1),
+        device=torch.device("cuda", 1),
+        group=SimpleNamespace(size=lambda: 16),  # type: ignore[arg-type]
+        on_host=8,
+    )
+    (plan,) = seen
+    places = [str(each.placement) for each in next(iter(plan.values())).sharding_spec.shards]
+    assert places == [f"rank:{rank}/cuda:{rank % 8}" for rank in range(16)]

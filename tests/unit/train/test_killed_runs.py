@@ -50,7 +50,7 @@ for line in sys.stdin:
         os.dup2(out, 1); os.dup2(out, 2)
         code = 1
         try:
-            run_spec(validate_spec(order["spec"]), console=Console(width=500))
+            run_spec(validate_spec(order["spec"]), console=Console(width=500), ends_process=True)
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)
@@ -181,6 +181,72 @@ def test_a_kill_at_any_moment_loses_the_steps_since_the_last_checkpoint_and_noth
     assert not list(place.glob(".draft-*"))
     if whole:
         assert events(run_dir, "resumed")[-1]["reason"] == f"goes on after step {max(whole)} of {STEPS}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("backend", ["xla", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_compiled_run_that_is_killed_again_and_again_is_the_run_that_nobody_killed(
+    tmp_path: Path, runs: Runs, backend: str
+) -> None:
+    """Ten kills in a row, while it starts, reads a checkpoint, loads its program, steps, copies or writes."""
+    dice = random.Random(f"kills, {backend}")
+    compiled = {"backend": backend, "cache_dir": str(tmp_path / "cache")}
+
+    def spec(place: Path) -> dict[str, Any]:
+        return {**spec_in(place, every_steps=7), "compile": compiled, "train": {"steps": 200, "eval_batches": 1}}
+
+    runs.start(tmp_path / "straight", spec(tmp_path / "straight-place"))
+    assert runs.end() == 0, (tmp_path / "straight/log").read_text()
+    run_dir, place = tmp_path / "run", tmp_path / "place"
+    for kill in range(10):
+        before = losses(run_dir)[-1][0] if run_dir.exists() and losses(run_dir) else 0
+        pid = runs.start(run_dir, spec(place))
+        if kill % 3:
+            when_step(run_dir, min(before + dice.randrange(1, 20), 190), pid)
+            time.sleep(dice.random() * 0.02)
+        else:
+            time.sleep(dice.random() * 3.0)
+        os.kill(pid, signal.SIGKILL)
+        assert runs.end() == -signal.SIGKILL, (run_dir / "log").read_text()
+    runs.start(run_dir, spec(place))
+    assert runs.end() == 0, (run_dir / "log").read_text()
+    expected, found = dict(losses(tmp_path / "straight")), losses(run_dir)
+    assert all(expected[step] == loss for step, loss in found)
+    assert {step for step, _ in found} == set(expected)
+    (step, state), (end, same) = last_state(tmp_path / "straight-place"), last_state(place)
+    assert step == end == 200
+    assert all(torch.equal(state[path], same[path]) for path in state)
+    assert not list(place.glob(".draft-*"))
+
+
+WAITS = [("starting", 1), ("training", 3), ("evaluating", 1), ("evaluating", 2)]
+
+
+@pytest.mark.parametrize(("phase", "times"), WAITS)
+def test_sigterm_in_any_phase_and_again_meanwhile_loses_no_step(
+    tmp_path: Path, runs: Runs, straight: tuple[dict[int, float], dict[str, torch.Tensor]], phase: str, times: int
+) -> None:
+    """Each step is saved, so that a file is being written whenever the signal comes."""
+    run_dir, place = tmp_path / "run", tmp_path / "place"
+    spec = {**spec_in(place, every_steps=1), "train": {"steps": STEPS, "eval_batches": 1, "eval_every": 3}}
+    pid = runs.start(run_dir, spec)
+    end = time.monotonic() + 120
+    while phase != "starting" and time.monotonic() < end:
+        told = (run_dir / "heartbeat").read_bytes() if (run_dir / "heartbeat").exists() else b""
+        if told and json.loads(told)["phase"] == phase:
+            break
+    for _ in range(times):
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(0.01)
+    # Before Python runs at all, a signal is what the kernel makes of it.
+    assert runs.end() in ((75, -signal.SIGTERM) if phase == "starting" else (75,)), (run_dir / "log").read_text()
+    done = losses(run_dir)[-1][0] if losses(run_dir) else 0
+    assert (last_state(place)[0] if list(place.glob("*-step-*")) else 0) == done, "not one step is lost"
+    runs.start(run_dir, spec)
+    assert runs.end() == 0, (run_dir / "log").read_text()
+    assert dict(losses(run_dir)) == straight[0]
+    assert not list(place.glob(".draft-*"))
 
 
 def test_sigterm_saves_and_says_that_it_is_no_failure_however_often_it_comes(

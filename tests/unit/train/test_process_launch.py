@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from twinstep.spec.errors import UnavailableError
+from twinstep.spec.words import EXIT_PEER_LOST
 from twinstep.worker.train.launch import launch
 from twinstep.worker.train.ranks import Ranks
 
@@ -85,6 +86,14 @@ def test_who_was_ended_by_sigabrt_is_the_cause_only_where_nobody_else_fails(late
     """As under JAX and NCCL: a process whose peer is gone is aborted, maybe before the peer has ended."""
     ends = f"os.abort() if rank == 1 else (time.sleep({late}), sys.exit(7))"
     assert launch(python(ends), 2, patience=5.0 if late < 600 else 0.2) == code
+
+
+@pytest.mark.parametrize(("late", "missed"), [(0.5, 0.0), (0.0, 0.5)])
+def test_a_crash_by_sigabrt_is_the_cause_though_another_process_missed_it(late: float, missed: float) -> None:
+    said: list[str] = []
+    ends = f"(time.sleep({late}), os.abort()) if rank == 1 else (time.sleep({missed}), sys.exit({EXIT_PEER_LOST}))"
+    assert launch(python(ends), 2, patience=5.0, say=said.append) == 134
+    assert "process 1 of this run ended with code 134" in said[-1]
 
 
 def test_a_process_that_does_not_hear_is_killed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ def ended(rank: int, code: int, words: str = "") -> Ended:
     return Ended(rank=rank, code=code, words=words)
 
 
-ENDS = st.lists(st.tuples(st.integers(0, 7), st.sampled_from((0, 1, 2, 75, 134, 137, 139, 143))), max_size=8)
+ENDS = st.lists(st.tuples(st.integers(0, 7), st.sampled_from((0, 1, 2, 75, 76, 134, 137, 139, 143))), max_size=8)
 
 
 @given(pairs=ENDS, ray_said=st.sampled_from(("", "it broke")))
@@ -52,7 +52,7 @@ def test_the_exit_code_is_that_of_the_first_failure_and_zero_only_if_all_ended_w
     code, why = outcome(ends, 8, ray_said=ray_said)
     failed = [each.code for each in ends if each.code not in (0, *LEFT)]
     if failed:
-        assert code == next((each for each in failed if each != 134), 134)
+        assert code == next((each for each in failed if each not in (134, 76)), 134 if 134 in failed else 76)
     assert (code == 0) == (len(ends) == 8 and not any(each.code for each in ends) and not ray_said)
     assert bool(why) == (code not in (0, *LEFT))
 
@@ -63,6 +63,13 @@ def test_the_first_failing_ranks_words_are_the_jobs() -> None:
     code, why = outcome(ends[:1], 3, ray_said="the node died")
     assert code == 1
     assert why == "rank 1, 2 of 3 ended without a word: the node died"
+
+
+def test_a_crash_by_sigabrt_is_named_though_another_rank_missed_it_sooner() -> None:
+    ends = [ended(1, 76, "lost touch with another one"), ended(0, 134, "double free or corruption")]
+    assert outcome(ends, 2) == (134, "rank 0 of 2 failed first, with exit code 134: double free or corruption")
+    assert outcome([*ends, ended(2, 1, "a shard is damaged")], 3)[0] == 1, "NCCL aborts ranks too"
+    assert outcome([ends[0], ended(0, 75)], 2)[0] == 76
 
 
 def test_ranks_that_left_are_no_failure_and_the_least_saved_decides() -> None:
@@ -244,6 +251,40 @@ def test_ranks_whose_node_is_taken_away_start_again_within_the_job(
         before = previous_worker()
         assert before is not None
         assert (before.count, before.step, before.reason) == (count, count * 10, "the node of a rank was taken away")
+
+
+def test_a_second_sigterm_while_ray_is_left_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have saved by then, and the exit code says so; leaving Ray takes seconds."""
+    heard: list[int] = []
+
+    @contextlib.contextmanager
+    def connected() -> Iterator[None]:
+        signal.signal(signal.SIGTERM, lambda number, _: heard.append(-number))  # as Ray does
+        yield
+        signal.raise_signal(signal.SIGTERM)
+
+    def attempt(asked: Asked, stop: threading.Event, **_: str) -> tuple[int, str, bool, int | None]:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_set()
+        return 75, "", False, None
+
+    monkeypatch.setattr(ray_job, "_connected", connected)
+    monkeypatch.setattr(ray_job, "_attempt", attempt)
+    asked = Asked(spec=validate_spec({"name": "t", "embedding": {"engine": "torchrec"}}), processes=2)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ours(number: int, _: object) -> None:
+        heard.append(number)
+
+    try:
+        signal.signal(signal.SIGTERM, ours)
+        assert ray_job.train(asked) == (75, "")
+        assert signal.getsignal(signal.SIGTERM) is ours
+        assert ray_job.train(asked, ends_process=True) == (75, "")
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "till the process is gone"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == []
 
 
 WORKER = """

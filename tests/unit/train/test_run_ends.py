@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from twinstep.spec.errors import PeerLostError
 from twinstep.spec.parse import validate_spec
 from twinstep.worker.train import run as run_module
 from twinstep.worker.train import run_spec
-from twinstep.worker.train.group import PeerLost
 from twinstep.worker.train.loop import Trainer
 from twinstep.worker.train.processes import Process, Together
 from twinstep.worker.train.stop import StopSignal
@@ -84,13 +86,62 @@ def test_a_run_that_was_told_to_stop_and_whose_peer_left_sooner_says_what_told_i
     class Left(Together):
         def join(self) -> None:
             signal.raise_signal(number)
-            raise PeerLost("process 1 is gone", remedy="see its log")
+            raise PeerLostError("process 1 is gone", remedy="see its log")
 
     monkeypatch.setattr(run_module, "processes", lambda spec: Left(Process()))
     with pytest.raises(SystemExit) as ended:
         run_spec(validate_spec({"name": "t", "compile": {"backend": "eager"}, "data": {"dataset": "synthetic"}}))
     assert ended.value.code == code
     assert told.events[-1] == ("stopped", f"stopped {how} after step 0")
+
+
+EARLY = """
+import signal, sys, threading
+from twinstep.worker.train.early import EarlyStop
+early = EarlyStop(place=sys.argv[1] == "place")
+if sys.argv[2] == "over":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    early.over()
+    early.over()
+print("up", flush=True)
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+"""
+BLOCKED = """
+import ctypes, signal, sys
+from twinstep.worker.train.early import EarlyStop
+EarlyStop(place=True)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+print("up", flush=True)
+libc = ctypes.CDLL(None)  # lets go of the interpreter, and takes no notice of signals, as a library that waits does
+left = 600
+while left:
+    left = libc.sleep(left)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "ends"),
+    [
+        (EARLY, ("place", "early"), 75),
+        (EARLY, ("nowhere", "early"), 143),
+        (EARLY, ("place", "over"), 7),  # whoever listens by then has it
+        (BLOCKED, (), 75),
+    ],
+)
+def test_sigterm_before_a_run_has_begun_ends_it_at_once_and_is_no_failure(
+    code: str, words: tuple[str, ...], ends: int
+) -> None:
+    command = [sys.executable, "-c", code, *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            process.terminate()
+            assert process.wait(60) == ends
+        finally:
+            process.kill()
 
 
 def test_a_second_ctrl_c_leaves_the_place_to_the_next_run_of_the_process(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from twinstep.spec.errors import UnavailableError
+from twinstep.spec.errors import PeerLostError, UnavailableError
 from twinstep.spec.parse import validate_spec
 from twinstep.spec.placement import SHARD_BYTES
 from twinstep.worker.checkpoint.place import open_place
@@ -205,6 +205,19 @@ def test_a_process_that_fails_ends_with_its_own_code_and_takes_the_other_along(f
             each.wait()
     assert codes[failing] == 7
     assert codes[1 - failing] != 0
+
+
+def test_what_jax_says_of_a_process_that_is_gone_is_a_lost_one_and_no_bug() -> None:
+    said = (
+        "FAILED_PRECONDITION: Buffer Definition Event: Gloo all-reduce failed: "
+        "[external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+    )
+    second = Together(Process(rank=1, count=2, coordinator="h:1"))
+    with pytest.raises(PeerLostError, match="process 1 lost touch with another one of this run's 2"), second.minding():
+        raise RuntimeError(said)
+    for process, error in ((Process(), said), (Process(rank=1, count=2, coordinator="h:1"), "shapes differ")):
+        with pytest.raises(RuntimeError, match=error[:6]), Together(process).minding():
+            raise RuntimeError(error)
 
 
 def test_what_goes_wrong_in_parting_does_not_hide_how_a_run_ended(

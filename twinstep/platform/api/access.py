@@ -138,8 +138,12 @@ async def authorize(request: Request) -> None:
     if is_public(request.method, request.scope["path"], service.settings):
         return
     try:
-        if job_id := params.get("job_id"):
-            await run_in_threadpool(service.accounts.check_job, principal, access.permission, job_id)
+        if named := params.get("job_id"):
+            # What changes a job takes its id: by then a name may be another job's.
+            reads = request.method == "GET"
+            params["job_id"] = await run_in_threadpool(
+                _job_meant, service, principal, access.permission, named, by_name=reads
+            )
         elif project := params.get("project"):
             if entry is not None:
                 entry.project = project
@@ -154,6 +158,13 @@ async def authorize(request: Request) -> None:
             # What is nowhere was not refused, only not found.
             entry.refused = entry.project is not None or not isinstance(error, NotFoundError)
         raise
+
+
+def _job_meant(service: Service, principal: Principal, permission: Permission, named: str, *, by_name: bool) -> str:
+    """Return the id of the job that a path names, for its route to see, or raise what `check_job` does."""
+    job_id = service.id_of(named, principal.projects()) if by_name else named
+    service.accounts.check_job(principal, permission, job_id)
+    return job_id
 
 
 def _check_everywhere(principal: Principal, permission: Permission) -> None:

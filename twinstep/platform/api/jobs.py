@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 
 from twinstep.platform.api.access import Caller
 from twinstep.platform.api.guard import no_body
@@ -35,6 +35,13 @@ CURSOR_MAX = 2**63 - 1
 MAX_SERIES = 100
 PLACE_MAX = 2**31 - 1
 After = Annotated[int, Query(ge=0, le=CURSOR_MAX, description="Give the `next_after` of the page before.")]
+JobId = Annotated[
+    str,
+    Path(
+        description="The job's id, or its name: then the newest job of that name among those the user may see. "
+        "What has the form of an id is one. Routes that change a job take its id alone."
+    ),
+]
 RunId = Annotated[str | None, Query(max_length=64, description="A run of the job; the newest one where left out.")]
 Kind = Literal["cpu", "tpu", "gpu"]
 Backend = Literal["inductor", "xla", "eager"]
@@ -101,7 +108,7 @@ def list_jobs(
 
 
 @router.get("/jobs/{job_id}", responses=responses(404), summary="Look at a job")
-def get_job(service: Asked, job_id: str) -> JobDetail:
+def get_job(service: Asked, job_id: JobId) -> JobDetail:
     """Return a job with its spec, and the state, progress and summary of its newest run."""
     return service.get_job(job_id)
 
@@ -118,14 +125,14 @@ def cancel(service: Asked, caller: Caller, job_id: str) -> JobDetail:
 
 
 @router.get("/jobs/{job_id}/runs", responses=responses(404), summary="List a job's runs")
-def list_runs(service: Asked, job_id: str) -> RunList:
+def list_runs(service: Asked, job_id: JobId) -> RunList:
     """Return a job's runs, first attempt first."""
     return RunList(items=service.list_runs(job_id))
 
 
 @router.get("/jobs/{job_id}/events", responses=responses(404), summary="Read a job's events")
 def list_events(
-    service: Asked, job_id: str, after: After = 0, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 200
+    service: Asked, job_id: JobId, after: After = 0, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 200
 ) -> EventPage:
     """Return events after a cursor, oldest first."""
     return service.list_events(job_id, after=after, limit=limit)
@@ -134,7 +141,7 @@ def list_events(
 @router.get("/jobs/{job_id}/metrics", responses=responses(404), summary="Read a run's metrics")
 def list_metrics(
     service: Asked,
-    job_id: str,
+    job_id: JobId,
     after: After = 0,
     names: Annotated[list[str] | None, Query(description="Only metrics of these names.", max_length=100)] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_POINTS)] = 1000,
@@ -146,7 +153,7 @@ def list_metrics(
 
 
 @router.get("/jobs/{job_id}/metrics/names", responses=responses(404), summary="Name a run's metrics")
-def list_metric_names(service: Asked, job_id: str, run_id: RunId = None) -> MetricNames:
+def list_metric_names(service: Asked, job_id: JobId, run_id: RunId = None) -> MetricNames:
     """Return the names of a run's metrics, in order; of very many the first 200."""
     return service.metric_names(job_id, run_id=run_id)
 
@@ -154,7 +161,7 @@ def list_metric_names(service: Asked, job_id: str, run_id: RunId = None) -> Metr
 @router.get("/jobs/{job_id}/metrics/series", responses=responses(404), summary="Read metrics for a chart")
 def read_series(
     service: Asked,
-    job_id: str,
+    job_id: JobId,
     names: Annotated[list[str], Query(description="Metrics, also several in one, comma between.", max_length=100)],
     max_points: Annotated[int, Query(ge=1, le=MAX_BUCKETS, description="Of each metric, at most.")] = 500,
     from_step: Annotated[int | None, Query(ge=0, le=CURSOR_MAX, description="Leave out steps before.")] = None,
@@ -183,7 +190,7 @@ def read_series(
 @router.get("/jobs/{job_id}/logs", responses=responses(404), summary="Read a run's log")
 def read_log(
     service: Asked,
-    job_id: str,
+    job_id: JobId,
     offset: Annotated[int, Query(ge=0, le=CURSOR_MAX, description="Byte to begin at.")] = 0,
     limit: Annotated[int, Query(ge=4, le=MAX_LOG_READ, description="Bytes at most.")] = 65536,
     tail: Annotated[int | None, Query(ge=1, le=10_000, description="Only the last lines; offset is ignored.")] = None,
@@ -211,7 +218,7 @@ def list_topologies(
 
 
 @router.get("/jobs/{job_id}/explain", responses=responses(404), summary="Why is a job where it is?")
-def explain(service: Asked, job_id: str) -> Explanation:
+def explain(service: Asked, job_id: JobId) -> Explanation:
     """Say in one paragraph why a job waits, is silent or has failed, and what to do about it."""
     return service.explain_job(job_id)
 

@@ -18,7 +18,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from twinstep.platform.api.access import still_reads
-from twinstep.platform.api.jobs import Asked
+from twinstep.platform.api.jobs import Asked, JobId
 from twinstep.platform.api.problems import RequestError, responses
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.records import JobDetail
@@ -152,7 +152,7 @@ class Follower:
 def begin(
     request: Request,
     service: Asked,
-    job_id: str,
+    job_id: JobId,
     kinds: Annotated[list[Kind] | None, Query(description="Only messages of these kinds; `end` always comes.")] = None,
     last_event_id: Annotated[str | None, Header(description="Id of the last message seen.")] = None,
 ) -> Follower:

@@ -1,4 +1,4 @@
-"""The page `/jobs/ID`: one job from its spec to its summary, live while it runs.
+"""The page `/jobs/ID`: one job from its spec to its summary, live while it runs. `/jobs/NAME`: the newest of a name.
 
 Each refresh reads what is new since the last: events, log and points go by cursors, so a long run costs no more than
 a short one. Reading is the reader's, off the event loop.
@@ -14,6 +14,7 @@ from nicegui import ui
 
 from twinstep.platform.dashboard import theme
 from twinstep.platform.dashboard.actions import Actions
+from twinstep.platform.dashboard.more_charts import MoreCharts
 from twinstep.platform.dashboard.parts import (
     Charts,
     Events,
@@ -39,6 +40,8 @@ WAITS_S = 5.0  # a job that waits for no longer than this needs no explanation
 EXPLAIN_EVERY_S = 5.0
 MAX_PAST = 2000
 TIMED = ("state_changed", "compiled", "recompiled")
+ENDED = {"succeeded": "✓ ", "failed": "✗ ", "cancelled": "✗ "}
+NAMES_EVERY = 5  # a metric that is reported for the first time is seen at every fifth look
 FINAL_EVERY = 5  # a job that ended is looked at every fifth time: late reports, another run
 
 
@@ -52,6 +55,8 @@ class _Read(NamedTuple):
     log: LogPiece | None
     wanted: LogFilter
     """Whose lines they are."""
+    more: list[str]
+    """The metrics that the page has no chart of its own for."""
     why: Explanation | None
     """Why it does not run well; None where it does."""
 
@@ -67,7 +72,7 @@ class JobScreen:
         self.explained: tuple[tuple[str, str, int], Explanation] | None = None
         self.compile_s: dict[str, float] = {}
         """Seconds of compiling by run, summed from events until the summary says it."""
-        self.row, self.wanted = detail.row, LogFilter()
+        self.row, self.wanted, self.title = detail.row, LogFilter(), ""
         # A click refreshes too; two reads from one cursor would show the same events twice.
         self.reading = asyncio.Lock()
         with theme.frame(user=reader.user):
@@ -76,6 +81,7 @@ class JobScreen:
             self.why, self.warned = Why(), Warned()
             self.facts = Facts()
             self.charts = Charts(self.refresh)
+            self.more = MoreCharts(self._again, self.refresh)
             self.timeline = Timeline()
             with theme.div("tw-two"):
                 with theme.div("tw-stack"):
@@ -86,7 +92,7 @@ class JobScreen:
                         self.no_summary = theme.text("Shown when the run has ended well.", "tw-dim tw-small tw-note")
                         self.summary = Table("tw-kv")
                 self.events = Events()
-                self.log = LogTail(detail.hosts, self._other_lines)
+                self.log = LogTail(detail.hosts, self._other_lines, self._download_log)
                 self.documents = Documents(self._document, [run.number for run in detail.runs])
                 with theme.card("Runs", note="newest first"):
                     self.runs = Table("tw-runs")
@@ -112,6 +118,18 @@ class JobScreen:
         self.wanted, self.log_at, self.ticks = wanted, -1, max(self.ticks, 1)
         self.log.reset()
         await self.refresh(always=True)
+
+    async def _again(self) -> None:
+        await self.refresh(always=True)
+
+    async def _download_log(self) -> None:
+        run_id, wanted = self.run_id, self.wanted
+        try:
+            text = await asyncio.to_thread(self.reader.whole_log, self.job_id, run_id, wanted=wanted)
+        except TwinstepError as error:
+            ui.notify(str(error), type="negative", position="bottom")
+            return
+        ui.download.content(text, f"{self.row.name}-{run_id}.log", "text/plain; charset=utf-8")
 
     async def _acted(self) -> None:
         self.ticks = 1
@@ -142,7 +160,10 @@ class JobScreen:
         wanted = self.wanted
         log_at = self.log_at if detail.run_id == self.run_id else -1
         log = self.reader.log(self.job_id, detail.run_id, at=log_at, wanted=wanted) if with_log else None
-        return _Read(detail, series, events, event_at, log, wanted, self._explained(detail))
+        more = self.more.names
+        if self.ticks % NAMES_EVERY == 1 or detail.run_id != self.run_id:
+            more = [name for name in self.reader.metric_names(self.job_id) if name not in Charts.NAMES]
+        return _Read(detail, series, events, event_at, log, wanted, more, self._explained(detail))
 
     def _explained(self, detail: JobWithRuns) -> Explanation | None:
         """Return why a job does not run well; asked for now and then while nothing else changes."""
@@ -159,12 +180,20 @@ class JobScreen:
 
     def _series(self, run_id: str) -> dict[str, MetricSeries]:
         """Read each chart's lines, those that are looked at closely in the stretch that is looked at."""
-        windows = self.charts.windows()
-        whole = [name for name in Charts.NAMES if name not in windows]
+        windows = self.charts.windows() | self.more.windows()
+        whole = [name for name in (*Charts.NAMES, *self.more.wanted()) if name not in windows]
         found = self.reader.series(self.job_id, whole, run_id=run_id)
         for name, (first, last) in windows.items():
             found |= self.reader.series(self.job_id, [name], run_id=run_id, from_step=first, to_step=last)
         return found
+
+    def _set_title(self, row: JobLine) -> None:
+        """Let a tab in the background tell how far the job is."""
+        done = f"{100 * row.step // row.total_steps} % " if row.state == "running" and row.total_steps else ""
+        title = f"{done or ENDED.get(row.state, '')}{row.name} · Twinstep"
+        if title != self.title:
+            self.title = title
+            ui.page_title(title)
 
     def _show(self, read: _Read) -> None:
         detail, events = read.detail, read.events
@@ -197,6 +226,9 @@ class JobScreen:
         compile_s = summary.get("compile_s", self.compile_s.get(self.run_id))
         self.facts.update(row, compile_s=compile_s, ne=summary.get("ne", nes[-1] if nes else None), now=now)
         self.charts.update(read.series)
+        self.more.set_names(read.more)
+        self.more.update(read.series)
+        self._set_title(row)
         self.events.add(events, {run.id: run.number for run in detail.runs})
         self.hosts.set(detail.hosts)
         self.past += [event for event in events if event.name in TIMED][-MAX_PAST:]
@@ -216,16 +248,15 @@ def _about(row: JobLine) -> str:
 
 
 async def build(reader: Reader, job_id: str) -> None:
-    """Build the page for one browser, filled at once, and keep it current; a page that says so where there is no job.
+    """Build the page of a job, by its id or its name, and keep it current; one that says so where there is none.
 
     The status of the answer is then 404.
     """
     try:
-        detail = await asyncio.to_thread(reader.job, job_id)
+        detail = await asyncio.to_thread(lambda: reader.job(reader.id_of(job_id)))
     except NotFoundError:
         build_missing(f"There is no job {job_id[:80]!r}.")
         return
-    ui.page_title(f"{detail.row.name} · Twinstep")
     page = JobScreen(reader, detail)
     await page.refresh()
     await page.documents.show()

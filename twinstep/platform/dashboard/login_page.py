@@ -7,17 +7,13 @@ from string import Template
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from twinstep.platform.dashboard.theme import LOGO, style_sheet
+from twinstep.platform.dashboard.theme import EARLY_SCRIPT, LOGO, style_sheet
 
 PATH = "/login"  # where the gate sends whoever it does not know
 _PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Log in · Twinstep</title><style>$css</style></head>
-<body><script>
-  const kept = (() => { try { return localStorage.getItem('twinstep-scheme') } catch { return null } })();
-  const dark = kept === 'dark' || (kept !== 'light' && matchMedia('(prefers-color-scheme: dark)').matches);
-  document.body.classList.toggle('body--dark', dark);
-</script>
+<body><script>$early</script>
 <main class="tw-login"><form class="tw-card tw-login-card" id="form">
 <div class="tw-brand">$logo<div>Twinstep</div></div>
 <h1 class="tw-h1">Log in</h1>
@@ -56,4 +52,6 @@ hash, and in this browser as a cookie that scripts cannot read.</p>
 
 async def answer(request: Request) -> Response:
     """Answer with the page. It holds nothing of the request: where to go on is read, and checked, in the browser."""
-    return HTMLResponse(_PAGE.substitute(css=style_sheet(), logo=LOGO), headers={"Cache-Control": "no-store"})
+    return HTMLResponse(
+        _PAGE.substitute(css=style_sheet(), logo=LOGO, early=EARLY_SCRIPT), headers={"Cache-Control": "no-store"}
+    )

@@ -7,7 +7,7 @@ from fastapi.responses import PlainTextResponse, Response
 from nicegui import Client, core, ui
 from nicegui.page import page as nicegui_page
 
-from twinstep.platform.dashboard import compare_page, job_page, jobs_page, login_page, queue_page, theme
+from twinstep.platform.dashboard import compare_page, job_page, jobs_page, login_page, queue_page, reference_page, theme
 from twinstep.platform.dashboard.filters import from_query
 from twinstep.platform.dashboard.reader import Counts, Reader
 from twinstep.platform.scheduler.service import Service
@@ -41,6 +41,7 @@ def add_pages(app: FastAPI, service: Service, settings: Settings) -> None:
         await queue_page.build(reader_of(request))
 
     app.add_route(login_page.PATH, login_page.answer, include_in_schema=False)
+    app.add_route(reference_page.PATH, reference_page.answer, include_in_schema=False)
     # A second control plane in one process (tests have them) finds NiceGUI's app started; its middleware is built anew.
     core.app.middleware_stack = None
     core.app.add_exception_handler(404, _missing)

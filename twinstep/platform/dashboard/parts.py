@@ -5,6 +5,7 @@ Parts send only what differs; none of them reads the store. Whatever a worker or
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -255,15 +256,23 @@ def compile_seconds(event: EventLine) -> float:
 
 
 class LogTail:
-    """The end of a run's log; follows while scrolled to the bottom."""
+    """The end of a run's log; follows while scrolled to the bottom. May be narrowed to lines that hold a text."""
 
-    def __init__(self, grid: Grid, on_wanted: Callable[[LogFilter], Awaitable[None]]) -> None:
+    def __init__(
+        self, grid: Grid, on_wanted: Callable[[LogFilter], Awaitable[None]], on_download: Callable[[], Awaitable[None]]
+    ) -> None:
         """Build the card; where a run has several hosts, with a choice of whose lines are shown."""
         self.wanted, self.on_wanted = LogFilter(), on_wanted
         self.counts = (0, 0)
-        with theme.card("Log", classes="tw-span") as self.right:
+        self.lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        self.partial, self.looked_for = "", ""
+        with theme.card("Log", classes="tw-span") as right:
             self.log = ui.log(max_lines=MAX_LOG_LINES).classes("tw-log").mark("log")
-        self.partial = ""
+            self.none = theme.text("No line of the newest ones holds this.", "tw-dim tw-small tw-note tw-hide")
+        with right:
+            theme.search("Find in the log", "", self._look_for).classes("tw-search-small")
+            self.right = theme.div("tw-log-choice")
+            theme.button("Download", "tw-btn-small").on("click", on_download).mark("download-log")
         self.set_hosts(grid)
 
     def set_hosts(self, grid: Grid) -> None:
@@ -284,15 +293,28 @@ class LogTail:
         self.wanted = self.wanted.model_copy(update={name: number})
         await self.on_wanted(self.wanted)
 
+    def _look_for(self, words: str) -> None:
+        self.looked_for = words.lower()
+        self.log.clear()
+        for line in self.lines:
+            self._push(line)
+        theme.show(self.none, bool(self.lines) and not any(self.looked_for in line.lower() for line in self.lines))
+
+    def _push(self, line: str) -> None:
+        if self.looked_for in line.lower():
+            self.log.push(line)
+            theme.show(self.none, False)
+
     def reset(self) -> None:
         """Forget every line: another run, or another host's lines."""
         self.log.clear()
+        self.lines.clear()
         self.partial = ""
 
     def add(self, text: str, *, skipped: int, flush: bool) -> None:
         """Append text; a line that has not ended waits for its end, or for `flush`."""
         if skipped:
-            self.log.push(f"… {skipped:,} bytes not shown; `twinstep logs` has them …")
+            self._push(f"… {skipped:,} bytes not shown; `twinstep logs` has them …")
             self.partial = ""
         *lines, self.partial = (self.partial + text).split("\n")
         if (flush or len(self.partial) > MAX_LINE) and self.partial:
@@ -300,7 +322,8 @@ class LogTail:
         for line in lines[-MAX_LOG_LINES:]:
             # A progress bar redraws its line with carriage returns: what stands last is what was to be seen.
             shown = line.rstrip("\r").rsplit("\r", 1)[-1]
-            self.log.push(cut(words.printable(shown), MAX_LINE) or " ")
+            self.lines.append(cut(words.printable(shown), MAX_LINE) or " ")
+            self._push(self.lines[-1])
 
 
 class Table:

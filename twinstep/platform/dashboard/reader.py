@@ -23,11 +23,12 @@ from twinstep.platform.dashboard.shares import goodput
 from twinstep.platform.dashboard.views import EventLine, JobLine, JobLines, JobWithRuns, LogPiece, RunLine
 from twinstep.platform.scheduler.accounts import LOCAL, Principal
 from twinstep.platform.scheduler.attempts import Resize
+from twinstep.platform.scheduler.cluster.causes import held_back
 from twinstep.platform.scheduler.explain import Explanation
 from twinstep.platform.scheduler.runnable import as_run
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.store.entry import Entry, under_way
-from twinstep.platform.store.logs import EVERYBODY
+from twinstep.platform.store.logs import EVERYBODY, MAX_LOG_READ
 from twinstep.platform.store.records import HostHeard, Job, LogFilter, MetricSeries, Progress, Run
 from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.preflight.check import SECONDS_OF_A_SUBMIT, preflight
@@ -46,6 +47,7 @@ EVENTS_PER_REFRESH = 5
 QUEUE_MOST = 1000
 LINE_POINTS = 500  # of one line of a chart
 LOG_TAIL_BYTES = 64 * 1024
+DOWNLOAD_BYTES = 8 * 1024 * 1024
 _NOTHING = Progress(time=0.0, phase="", step=0, total_steps=0)
 
 
@@ -130,6 +132,10 @@ class Reader:
         rows = tuple(self._row(job) for job in page.items)
         return JobLines(rows=rows, next_cursor=page.next_cursor)
 
+    def id_of(self, named: str) -> str:
+        """Return the id of the job that an id or a name means; see `Service.id_of`."""
+        return self._service.id_of(named, self._who().projects())
+
     def queue(self) -> QueueView:
         """Return what waits, what runs, and on how many chips; of very many the first thousand each."""
         projects = self._who().projects()
@@ -179,7 +185,7 @@ class Reader:
             ),
             hosts=grid(runs[-1], job.spec["accelerator"], self._heard(runs[-1]), now=time.time()),
             in_cluster=runs[-1].backend == "kubernetes",
-            suspended=job.suspend_requested_at is not None,
+            suspended=job.suspend_requested_at is not None or (bool(runs) and held_back(runs[-1].diagnosis)),
             heard=job.heartbeat_at,
             may_steer=self.may_steer(job_id),
             summary=job.summary.model_dump(mode="json") if job.summary is not None else None,
@@ -286,6 +292,20 @@ class Reader:
             # This begins within a line, perhaps within a character: show it from the next line on.
             text = part.text.partition("\n")[2] or part.text
         return LogPiece(text=text, next=part.next_offset, skipped=skipped, at_end=part.next_offset >= part.size)
+
+    def whole_log(self, job_id: str, run_id: str, *, wanted: LogFilter = EVERYBODY) -> bytes:
+        """Return a run's log, of a very long one its last `DOWNLOAD_BYTES`."""
+        self._check(job_id)
+        size = self._service.read_log(job_id, limit=4, run_id=run_id, wanted=wanted).size
+        begin = at = max(0, size - DOWNLOAD_BYTES)
+        parts = [f"… {begin:,} bytes before this are left out …\n"] if begin else []
+        while at < size:
+            part = self._service.read_log(job_id, offset=at, limit=MAX_LOG_READ, run_id=run_id, wanted=wanted)
+            if part.next_offset <= at:
+                break
+            parts.append(part.text)
+            at = part.next_offset
+        return "".join(parts).encode()
 
     # ---- what is done ----
 

@@ -41,6 +41,23 @@ DARK_SCRIPT = """(() => {
 """Keeps the colour scheme that somebody chose in their browser, and nowhere else; without a choice the system's."""
 
 
+EARLY_SCRIPT = """const kept = (() => {
+    try { return localStorage.getItem('twinstep-scheme') } catch { return null }
+  })();
+  const dark = kept === 'dark' || (kept !== 'light' && matchMedia('(prefers-color-scheme: dark)').matches);
+  document.body.classList.toggle('body--dark', dark);"""
+"""The same for a page of plain HTML, before it is drawn."""
+
+
+KEYS_SCRIPT = """document.addEventListener('keydown', (event) => {
+  if (event.key !== '/' || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+  const field = document.querySelector('.tw-search');
+  if (field) { event.preventDefault(); field.focus(); field.select(); }
+});"""
+"""The key / leads to a page's first search field."""
+
+
 def style_sheet() -> str:
     """Return the style sheet of every page."""
     return resources.files("twinstep.platform.dashboard").joinpath("style.css").read_text(encoding="utf-8")
@@ -90,13 +107,14 @@ def frame(*, here: str = "", user: str = "") -> Iterator[None]:
         user: who is logged in; empty where no login is asked for.
     """
     add_style()
-    ui.add_body_html(f"<script>{DARK_SCRIPT}</script>")
+    ui.add_body_html(f"<script>{DARK_SCRIPT}{KEYS_SCRIPT}</script>")
+    with_props(tag("a", "Skip to content", "tw-skip"), href="#main")
     with ui.element("header").classes("tw-top"), div("tw-top-in"):
         with ui.link(target="/").classes("tw-brand"):
             ui.html(LOGO, sanitize=False)
             text("Twinstep")
         with ui.element("nav").classes("tw-nav"):
-            for name, target in (("Jobs", "/"), ("Queue", "/queue"), ("API", "/openapi.json")):
+            for name, target in (("Jobs", "/"), ("Queue", "/queue"), ("API", "/docs")):
                 link = ui.link(name, target).classes("tw-here" if name == here else "")
                 if name == here:
                     with_props(link, aria_current="page")
@@ -107,7 +125,7 @@ def frame(*, here: str = "", user: str = "") -> Iterator[None]:
             scheme.on("click", js_handler="() => window.twinstepScheme()")
             if user:
                 _user_menu(user)
-    with ui.element("main").classes("tw-main"):
+    with ui.element("main").classes("tw-main").props('id="main" tabindex="-1"'):
         yield
 
 

@@ -91,7 +91,7 @@ class JobWithRuns:
     in_cluster: bool
     """Whether its newest run is a cluster's, not this machine's."""
     suspended: bool
-    """Whether somebody asked for it to be suspended."""
+    """Whether it is suspended, or somebody asked for it to be."""
     heard: float | None
     """When its worker was last heard of."""
     may_steer: bool = False

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import Field, StrictInt
 
+from twinstep.platform.scheduler.cluster.causes import held_back
 from twinstep.platform.scheduler.runnable import check_runnable
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.attempts import Attempts, NewAttempt
@@ -109,7 +110,9 @@ class Verbs:
         run = self._newest(job)
         if not run.is_final:
             self._not_cancelled(run)
-            if self._attempts.wish(run.id, suspended=False, actor=actor):
+            wish = self._attempts.wish(run.id, suspended=False, actor=actor)
+            # Somebody may have suspended it by other means, with kubectl or as the queue's admin.
+            if wish or (held_back(run.diagnosis) and self._attempts.free(run.id, actor=actor)):
                 self._nudge()
             return None
         self._not_succeeded(job, "resume")

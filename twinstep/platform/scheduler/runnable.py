@@ -15,6 +15,7 @@ from twinstep.platform.store.records import JobDetail
 from twinstep.preflight.check import check_fits
 from twinstep.spec.errors import Fault, SpecError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.module import ModuleSpec
 from twinstep.spec.parse import validate_spec
 
 
@@ -37,6 +38,18 @@ def check_runnable(spec: JobSpec, settings: Settings) -> tuple[str, ...]:
                 remedy="kind: tpu, or gpu",
             ),
             "run it on your own machine: twinstep up, or twinstep train",
+        )
+    if kind == "cpu" and isinstance(spec.model, ModuleSpec) and not settings.runs_modules:
+        raise _refused(
+            "its model is code of its submitter's own, which does not run on this control plane's machine",
+            Fault(
+                field="model.kind",
+                problem="cannot run on this control plane's own machine, which others reach",
+                given="'module'",
+                allowed="dlrmv3, dlrm" + (", or accelerator: tpu or gpu, in an image of yours" if cluster else ""),
+                remedy="kind: dlrmv3, or a control plane that was started with --modules",
+            ),
+            "twinstep train runs it on your own machine; whoever runs this control plane may start it with --modules",
         )
     if kind == "cpu":
         return ()

@@ -20,6 +20,7 @@ from twinstep.platform.scheduler.rundir import RunDir, hash_token
 from twinstep.platform.scheduler.runnable import check_runnable, diff_of, planned
 from twinstep.platform.scheduler.webhooks import Target, Webhooks
 from twinstep.platform.settings import Settings
+from twinstep.platform.store.ids import is_job_id
 from twinstep.platform.store.logs import EVERYBODY, Logs, StoredLog
 from twinstep.platform.store.outbox import Outbox
 from twinstep.platform.store.records import (
@@ -185,6 +186,13 @@ class Service:
     def get_job(self, job_id: str) -> JobDetail:
         """Return a job with its spec, or raise NotFoundError."""
         return self._store.job(job_id)
+
+    def id_of(self, named: str, projects: frozenset[str] | None) -> str:
+        """Return the id of the job that `named` means: an id as it is, a name's newest job of these projects.
+
+        A name that no such job has is returned as it is: there is no job of that id either.
+        """
+        return named if is_job_id(named) else self._store.newest_of_name(named, projects) or named
 
     def first_spec(self, job_id: str) -> dict[str, Any]:
         """Return the spec that a job was submitted with, whatever later runs changed, or raise NotFoundError."""

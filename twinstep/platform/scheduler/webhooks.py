@@ -10,6 +10,7 @@ connected to, and redirects are not followed.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import difflib
 import hashlib
@@ -21,8 +22,9 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from urllib.parse import SplitResult, urlsplit
 
@@ -41,8 +43,9 @@ VERSION = 1
 FIRST_PAUSE_S = 5.0
 GIVE_UP_S = 3 * 24 * 3600.0
 MIN_TRIES = 10  # before anything is given up: a clock that was set forward makes seconds look like days
-TIMEOUT_S = 10.0
-AT_ONCE = 8
+TIMEOUT_S = 10.0  # from the connection to the end of the answer's head, however slowly that trickles
+AT_ONCE = 16  # messages on their way
+EACH = 2  # of them to one webhook: a slow one keeps no other waiting
 LOOK_S = 1.0
 MAX_URL = 2000
 
@@ -215,8 +218,9 @@ class Messenger:
         self._every = every_seconds
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="webhooks", daemon=True)
-        # No proxy of the environment: the address that was checked is the one to reach.
-        self._http = httpx.Client(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False)
+        self._tls = httpx.create_ssl_context(trust_env=False)
+        self.under_way: dict[Future[None], str] = {}
+        """The webhook of each message that is on its way."""
 
     def start(self) -> None:
         """Begin to deliver."""
@@ -227,7 +231,6 @@ class Messenger:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=2 * TIMEOUT_S)
-        self._http.close()
 
     def _loop(self) -> None:
         told = ""
@@ -244,14 +247,23 @@ class Messenger:
                 except Exception:
                     busy = False
                     log.exception("webhooks are not told of what happens; the next look tries again")
-                if not busy:
+                if busy:  # the next message of a job follows the one before at once
+                    wait(self.under_way, timeout=self._every, return_when=FIRST_COMPLETED)
+                else:
                     self._stopping.wait(self._every)
 
     def run_once(self, pool: ThreadPoolExecutor) -> bool:
-        """Deliver what is due, each message once; say whether there was any."""
-        messages = self._outbox.claim(limit=AT_ONCE)
-        list(pool.map(self.deliver, messages))
-        return bool(messages)
+        """Begin to deliver what is due and there is room for, each message once; say whether any is on its way."""
+        done = [future for future in self.under_way if future.done()]
+        for future in done:
+            del self.under_way[future]
+        for future in done:
+            future.result()  # the database's trouble, if it had any
+        counts = Counter(self.under_way.values())
+        full = [hook for hook, count in counts.items() if count >= EACH]
+        for message in self._outbox.claim(limit=AT_ONCE - len(self.under_way), each=EACH, without=full):
+            self.under_way[pool.submit(self.deliver, message)] = message.webhook_id
+        return bool(self.under_way)
 
     def deliver(self, message: Notice) -> None:
         """Post one message and note what became of it."""
@@ -292,17 +304,28 @@ class Messenger:
                 "webhook-timestamp": str(timestamp),
                 "webhook-signature": sign(message.secret, message_id, timestamp, body),
             }
-            with self._http.stream(
-                "POST", _at(parts, address), content=body, headers=headers, extensions={"sni_hostname": parts.hostname}
-            ) as answer:
-                status = answer.status_code  # its body is not read: it is nobody's business, and may be endless
+            status = asyncio.run(self._status_of(_at(parts, address), body, headers, str(parts.hostname)))
         except TwinstepError as error:
             return error.problem, False
+        except TimeoutError:
+            return f"did not answer within {TIMEOUT_S:g} s", False
         except httpx.HTTPError as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300], False
         if 200 <= status < 300:
             return "", False
         return f"answered {status}", status == 410
+
+    async def _status_of(self, url: str, body: bytes, headers: dict[str, str], host: str) -> int:
+        """Post a message and return the answer's status; raises TimeoutError once it has taken too long in all.
+
+        No proxy of the environment is asked: the address that was checked is the one to reach. The answer's body is
+        not read: it is nobody's business, and may be endless.
+        """
+        client = httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False, verify=self._tls)
+        async with asyncio.timeout(TIMEOUT_S), client as http:
+            asks = http.stream("POST", url, content=body, headers=headers, extensions={"sni_hostname": host})
+            async with asks as answer:
+                return answer.status_code
 
 
 def _at(parts: SplitResult, address: str) -> str:

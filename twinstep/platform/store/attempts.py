@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, case, insert, select, update
+from sqlalchemy import ColumnElement, Connection, case, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from twinstep.platform.store.database import Database
@@ -91,13 +91,34 @@ class Attempts:
         """Note, once, that a run is to be suspended, or may go on; False where it is so, or the run has ended."""
         now = time.time()
         column = RunRow.suspend_requested_at
+        wished = column.is_(None) if suspended else column.is_not(None)
+        return self._wish(run_id, [wished], {"suspend_requested_at": now if suspended else None}, actor, suspended, now)
+
+    @again
+    def free(self, run_id: str, *, actor: str) -> bool:
+        """Note, once, that a run may go on which nobody asked here to suspend; False where that is known, or it ended.
+
+        The cluster counts as told to suspend it, and so is told that it may go on.
+        """
+        unknown = [RunRow.suspend_requested_at.is_(None), RunRow.suspended_at.is_(None)]
+        now = time.time()
+        return self._wish(run_id, unknown, {"suspended_at": now}, actor, False, now)
+
+    def _wish(
+        self,
+        run_id: str,
+        only: Sequence[ColumnElement[bool]],
+        changes: dict[str, float | None],
+        actor: str,
+        suspended: bool,
+        now: float,
+    ) -> bool:
         query = (
             update(RunRow)
-            .where(RunRow.id == run_id, RunRow.state.in_(sorted(LIVE)), RunRow.cancel_requested_at.is_(None))
-            .where(column.is_(None) if suspended else column.is_not(None))
+            .where(RunRow.id == run_id, RunRow.state.in_(sorted(LIVE)), RunRow.cancel_requested_at.is_(None), *only)
             # A wait begins anew once it may go on.
             .values(
-                suspend_requested_at=now if suspended else None,
+                **changes,
                 waiting_since=case((RunRow.waiting_since.is_not(None), now), else_=None),
                 version=RunRow.version + 1,
             )
@@ -107,7 +128,6 @@ class Attempts:
             job_id = connection.execute(query).scalar_one_or_none()
             if job_id is None:
                 return False
-            said = "to be suspended" if suspended else "to go on"
             event = {"name": "suspend_requested"} if suspended else {"name": "resume_requested"}
             add_event(
                 connection,
@@ -115,7 +135,7 @@ class Attempts:
                 run_id=run_id,
                 time=now,
                 actor=actor,
-                reason=f"{actor} asked for the run {said}",
+                reason=f"{actor} asked for the run {'to be suspended' if suspended else 'to go on'}",
                 data={},
                 **event,
             )

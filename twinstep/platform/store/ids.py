@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 
 _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"  # no i, l, o, u: they are misread
 _TIME_DIGITS = 9  # 45 bits of milliseconds: good until the year 3084
 _RANDOM_DIGITS = 5
+_JOB_ID = re.compile(rf"job-[{_DIGITS}]{{{_TIME_DIGITS + _RANDOM_DIGITS}}}")
 _lock = threading.Lock()
 _last = 0
 
@@ -19,6 +21,11 @@ def new_id(prefix: str) -> str:
     with _lock:
         _last = max(int(time.time() * 1000), _last + 1)
         return f"{prefix}-{_base32(_last, _TIME_DIGITS)}{_base32(random.getrandbits(25), _RANDOM_DIGITS)}"
+
+
+def is_job_id(text: str) -> bool:
+    """Say whether a text has the form of a job's id; what has it is never taken for a name."""
+    return _JOB_ID.fullmatch(text) is not None
 
 
 def _base32(number: int, width: int) -> str:

@@ -8,7 +8,7 @@ come, so a clock that jumps delays nothing for long and loses nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, or_, select, update
@@ -37,6 +37,7 @@ TYPES = (
 )
 """What a webhook may ask to be told of."""
 MAX_WEBHOOKS = 50
+MAX_EACH = 100  # messages of one webhook that are taken at once
 MAX_PAUSE_S = 3600.0  # between two tries of a message, at most
 CLAIM_S = 60.0  # a message is another's for so long: several times what a try can take
 
@@ -180,24 +181,32 @@ class Outbox:
             write_entry(connection, target=hook_id)
 
     @again
-    def claim(self, *, limit: int) -> list[Notice]:
-        """Take messages that are due: of each job the oldest, and of a webhook that fails one.
+    def claim(self, *, limit: int, each: int = MAX_EACH, without: Collection[str] = ()) -> list[Notice]:
+        """Take messages that are due: of each job the oldest, of a webhook `each` at most, and of one that fails one.
 
         What is taken is nobody else's for `CLAIM_S`; what is then neither delivered nor put off is due again.
+
+        Args:
+            without: webhooks that are left out.
         """
+        if limit <= 0:
+            return []
         now = time.time()
         before = aliased(OutboxRow)
         earlier = select(before.id).where(
             before.webhook_id == OutboxRow.webhook_id, before.job_id == OutboxRow.job_id, before.id < OutboxRow.id
         )
-        due = (
-            select(OutboxRow.id, OutboxRow.webhook_id, OutboxRow.attempts, WebhookRow.failing_since)
+        order = (OutboxRow.attempts, OutboxRow.id)  # one that is never taken is not the one that is tried
+        place = func.row_number().over(partition_by=OutboxRow.webhook_id, order_by=order).label("place")
+        columns = (OutboxRow.id, OutboxRow.webhook_id, OutboxRow.attempts, WebhookRow.failing_since, place)
+        come = (
+            select(*columns)
             .join(WebhookRow, WebhookRow.id == OutboxRow.webhook_id)
             .where(WebhookRow.disabled_at.is_(None), _come(WebhookRow.due_at, now), _come(OutboxRow.due_at, now))
-            .where(~earlier.exists())
-            .order_by(OutboxRow.attempts, OutboxRow.id)  # one that is never taken is not the one that is tried
-            .limit(limit)
+            .where(~earlier.exists(), WebhookRow.id.not_in(list(without)))
+            .subquery()
         )
+        due = select(come).where(come.c.place <= each).order_by(come.c.attempts, come.c.id).limit(limit)
         with self._database.read() as connection:  # mostly there is nothing, and no writer is disturbed
             found = connection.execute(due).all()
         taken: list[int] = []

@@ -107,6 +107,14 @@ def spec_fields(spec: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def newest_of_name(connection: Connection, name: str, projects: frozenset[str] | None) -> str | None:
+    """Return the id of the newest job of a name among the jobs of these projects (None: of all); None where none is."""
+    query = select(JobRow.id).where(JobRow.name == name).order_by(JobRow.id.desc()).limit(1)
+    if projects is not None:
+        query = query.where(JobRow.project.in_(projects))
+    return connection.execute(query).scalar_one_or_none()
+
+
 def find_jobs(
     connection: Connection, wanted: JobFilter, *, sort: JobSort, limit: int, cursor: str | None, scanned: int = SCANNED
 ) -> JobPage:

@@ -29,7 +29,15 @@ from twinstep.platform.store.records import (
     MetricPoint,
     Run,
 )
-from twinstep.platform.store.search import JobFilter, JobSort, count_states, find_jobs, job_fields, select_jobs
+from twinstep.platform.store.search import (
+    JobFilter,
+    JobSort,
+    count_states,
+    find_jobs,
+    job_fields,
+    newest_of_name,
+    select_jobs,
+)
 from twinstep.platform.store.series import SeriesReader, last_values
 from twinstep.platform.store.submits import Stored, Submit, store_submits
 from twinstep.platform.store.tables import EventRow, JobRow, MetricRow, RunRow
@@ -117,6 +125,11 @@ class Store:
         if row is None:
             raise NotFoundError(f"there is no job {job_id!r}", remedy="list the jobs: twinstep ls, or GET /v1/jobs")
         return JobDetail.model_validate(job_fields(row) | {"spec": row.spec})
+
+    def newest_of_name(self, name: str, projects: frozenset[str] | None) -> str | None:
+        """Return the id of the newest job of a name, of these projects (None: of any); None where there is none."""
+        with self._database.read() as connection:
+            return newest_of_name(connection, name, projects)
 
     def jobs(
         self,

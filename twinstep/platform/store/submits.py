@@ -109,7 +109,7 @@ def _committed(database: Database, submits: Sequence[Submit]) -> Sequence[Stored
     with database.write() as connection:
         answers = _store(connection, submits)
     for each, answer in zip(submits, answers, strict=True):
-        if each.entry is not None and isinstance(answer, tuple) and answer[1]:
+        if each.entry is not None and isinstance(answer, tuple):
             each.entry.written = True
     return answers
 
@@ -136,6 +136,8 @@ def _store(connection: Connection, submits: Sequence[Submit]) -> list[Stored | E
             found.append(error)
     if new:
         _write(connection, new)
+    asked = [(each.entry, told[0]) for each, told in zip(submits, found, strict=True) if isinstance(told, tuple)]
+    write_entries(connection, [(entry, job_id) for entry, job_id in asked if entry is not None])
     jobs = {job.id: job for _, job in new}
     if before := {item[0] for item in found if isinstance(item, tuple)} - jobs.keys():
         jobs |= _jobs(connection, before)
@@ -223,7 +225,6 @@ def _write(connection: Connection, new: Sequence[tuple[Submit, JobDetail]]) -> N
     if keys:
         connection.execute(_NEW_KEY, keys)
     add_events(connection, events, facts=facts)
-    write_entries(connection, [(each.entry, job.id) for each, job in new if each.entry is not None])
 
 
 def backend_of(spec: dict[str, Any]) -> str:

@@ -6,15 +6,20 @@ decide when to compile again. `aot.py` compiles for a TPU that is not here, `par
 Nothing here knows a model.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from twinstep.spec.placement import Mesh
 from twinstep.worker.compile import strategies
-from twinstep.worker.compile.aot import compile_ahead
 from twinstep.worker.compile.entry import compile
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
 from twinstep.worker.compile.key import CompileKey
-from twinstep.worker.compile.parity import ParityReport, parity
 from twinstep.worker.compile.runner import Runner
 from twinstep.worker.compile.step_compiler import StepCompiler
+
+if TYPE_CHECKING:
+    from twinstep.worker.compile.aot import compile_ahead
+    from twinstep.worker.compile.parity import ParityReport, parity
 
 __all__ = [
     "CompileEvent",
@@ -29,3 +34,16 @@ __all__ = [
     "parity",
     "strategies",
 ]
+
+if not TYPE_CHECKING:
+    # Names that a run's start does without. The package `parity` is there first, or importing it later would put it in
+    # the place of its function.
+    _LATE = {"compile_ahead": "aot", "ParityReport": "parity", "parity": "parity"}
+    importlib.import_module(f"{__name__}.parity")
+    del parity
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found = getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)
+        return found

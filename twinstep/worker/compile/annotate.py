@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx
@@ -15,11 +15,13 @@ from torch import Tensor, fx
 from twinstep.spec.placement import Mesh, Placed, Placement, Spec, place
 from twinstep.worker.compile.batch_dims import FACTORIES, follow
 from twinstep.worker.compile.batch_labels import Dims, Label, Labels, leaf_dims
-from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.padding import by_rows
 from twinstep.worker.compile.stages import Stage, gradients, region, stage
 from twinstep.worker.compile.state import Slot
 from twinstep.worker.compile.strategies import RingEmbedding
+
+if TYPE_CHECKING:
+    from twinstep.worker.compile.capture import Captured
 
 aten = torch.ops.aten
 

@@ -32,12 +32,13 @@ from twinstep.spec.slices import Slice, parse_slice
 from twinstep.worker.compile.annotate import Inputs, Spread
 from twinstep.worker.compile.aot_report import AotReport, Cuts, Effort
 from twinstep.worker.compile.around import Around
-from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
+from twinstep.worker.compile.capture import Captured, capture
 from twinstep.worker.compile.kept import Kept
 from twinstep.worker.compile.shipped import Shipped, slice_key
 from twinstep.worker.compile.state import Optimizers
 from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.compile.strategies import Strategy, resolve
+from twinstep.worker.compile.structure import TrainStep, batch_leaves
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # JAX itself computes on the host; the TPU is only compiled for

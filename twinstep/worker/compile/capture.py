@@ -31,7 +31,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from twinstep.spec.errors import CaptureError, CompileError
+from twinstep.spec.errors import CaptureError, TwinstepError
 from twinstep.worker.compile.accumulation import (
     GradientsMatter,
     Left,
@@ -40,7 +40,6 @@ from twinstep.worker.compile.accumulation import (
     reads_markers,
     told_apart,
 )
-from twinstep.worker.compile.inputs import check_leaf
 from twinstep.worker.compile.passes.context import PassContext
 from twinstep.worker.compile.passes.copies import lift_constants
 from twinstep.worker.compile.passes.costs import owner
@@ -50,31 +49,13 @@ from twinstep.worker.compile.python_side import python_as_it_was
 from twinstep.worker.compile.stages import Gradients, KeepNotes, Stages, fill_stages, keep_stages
 from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.strategies import Strategy
-from twinstep.worker.compile.structure import Structure, take_apart
+from twinstep.worker.compile.structure import OutputTree, Structure, TrainStep, batch_leaves
 from twinstep.worker.ops.hstu_attention import fused
 
-TrainStep = Callable[..., Any]
 Decompositions = Mapping[Any, Callable[..., Any]]
 
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
-
-
-@dataclass(frozen=True, slots=True)
-class OutputTree:
-    """How the step's result is rebuilt from the graph's flat outputs."""
-
-    spec: pytree.TreeSpec
-    constants: tuple[tuple[int, Any], ...]
-    """Leaves that are no tensors (None, a name), by position; the same at every step."""
-
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the user's structure with `tensors` in place of its tensor leaves."""
-        constants = dict(self.constants)
-        flowing = iter(tensors)
-        count = len(tensors) + len(constants)
-        leaves = [constants[index] if index in constants else next(flowing) for index in range(count)]
-        return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,30 +88,6 @@ class Captured:
     def text(self) -> str:
         """The graph as Python text."""
         return str(self.graph.print_readable(print_output=False))
-
-
-def batch_leaves(batch: Any) -> tuple[list[Tensor], list[str], Structure]:
-    """Return a batch's tensors, the path of each, and its structure; leaves that are None are part of that.
-
-    Raises:
-        CompileError: a leaf is not a tensor.
-    """
-    _, structure = take_apart(batch)
-    with_paths, _ = pytree.tree_flatten_with_path(batch)
-    leaves, paths = [], []
-    for path, leaf in with_paths:
-        if leaf is None:
-            continue
-        name = pytree.keystr(path).lstrip(".") or "batch"
-        if not isinstance(leaf, Tensor):
-            raise CompileError(
-                f"batch leaf {name} is {type(leaf).__name__}, not a tensor",
-                remedy="give tensors, or None: a Python value would be built into the program",
-            )
-        check_leaf(name, leaf)
-        leaves.append(leaf.detach().contiguous())  # programs are made for one layout of memory
-        paths.append(name)
-    return leaves, paths, structure
 
 
 def capture(
@@ -335,7 +292,7 @@ def _first_trace(flat_step: _FlatStep, example: list[Tensor]) -> fx.GraphModule:
             Stages(flat_step.state.model, flat_step.state.optimizers),
         ):
             return make_fx(flat_step, tracing_mode="fake", _allow_non_fake_inputs=True)(*example)
-    except CompileError:
+    except TwinstepError:  # ours, or of a model that says itself what is wrong with it
         raise
     except Exception as error:
         raise _capture_error(error) from error

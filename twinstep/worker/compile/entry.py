@@ -10,11 +10,11 @@ from typing import Any, Literal
 from torch import nn
 
 from twinstep.spec.placement import Mesh
-from twinstep.worker.compile.capture import TrainStep
 from twinstep.worker.compile.runner import Runner
 from twinstep.worker.compile.state import Optimizers, as_mapping
 from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.compile.strategies import Strategy
+from twinstep.worker.compile.structure import TrainStep
 
 
 def compile(

@@ -1,4 +1,7 @@
-"""What a Runner can show of its program: tables, texts, a picture. All of it is made when asked for, and not kept."""
+"""What a Runner can show of its program: tables, texts, a picture. All of it is made when asked for, and not kept.
+
+What makes it is imported then too: a run that nobody looks into starts the sooner.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from twinstep.spec.errors import CompileError
-from twinstep.worker.compile.annotate import Annotations, Spread, annotate
-from twinstep.worker.compile.draw import draw
-from twinstep.worker.compile.explain import Explanation, explain
-from twinstep.worker.compile.passes.table import PASSES
 
 if TYPE_CHECKING:
+    from twinstep.worker.compile.annotate import Annotations, Spread
     from twinstep.worker.compile.capture import Captured
+    from twinstep.worker.compile.explain import Explanation
     from twinstep.worker.compile.key import CompileKey
 
 GraphStage = Literal["captured", "transformed", "lowered"]
 GRAPH_STAGES: tuple[GraphStage, ...] = ("captured", "transformed", "lowered")
-WITHOUT_PASSES = frozenset(each.name for each in PASSES)
 
 
 class Capture(Protocol):
@@ -51,10 +51,14 @@ class Inspectable:
         Raises:
             CompileError: the mesh does not divide the batch.
         """
+        from twinstep.worker.compile.annotate import annotate
+
         return annotate(self.captured, self._spread)
 
     def explain(self) -> Explanation:
         """Return what the compiler did with the step, as tables; `print` shows them as text."""
+        from twinstep.worker.compile.explain import explain
+
         return explain(self.captured, self.annotations(), self._facts())
 
     def _facts(self) -> dict[str, str]:
@@ -70,7 +74,9 @@ class Inspectable:
             CompileError: there is no such stage.
         """
         if stage == "captured":
-            return self._capture_again(WITHOUT_PASSES).text
+            from twinstep.worker.compile.passes.table import PASSES
+
+            return self._capture_again(frozenset(each.name for each in PASSES)).text
         if stage == "transformed":
             return self.captured.text
         if stage == "lowered":
@@ -83,6 +89,8 @@ class Inspectable:
         Raises:
             CompileError: the file's name ends in another format's ending, or it cannot be written.
         """
+        from twinstep.worker.compile.draw import draw
+
         ending = Path(path).suffix.lower()
         if ending not in ("", ".svg"):
             raise CompileError(

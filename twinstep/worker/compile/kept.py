@@ -12,16 +12,19 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from twinstep.worker.compile.accumulation import Left
-from twinstep.worker.compile.capture import Captured, OutputTree
 from twinstep.worker.compile.lookups import Lookup, lookups
 from twinstep.worker.compile.program import Program
+from twinstep.worker.compile.structure import OutputTree
+
+if TYPE_CHECKING:
+    from twinstep.worker.compile.capture import Captured
 
 BACKEND = "backend/"
 """Prefix of the parts that are the backend's."""

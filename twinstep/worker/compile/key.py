@@ -70,15 +70,41 @@ class CompileKey:
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
+FIRST = "first compile"
+
+
 def reason(before: CompileKey | None, now: CompileKey) -> str:
     """Say in one line why `now` needs a program although there is one for `before`."""
     if before is None:
-        return "first compile"
+        return FIRST
     for field in fields(CompileKey):
         old, new = getattr(before, field.name), getattr(now, field.name)
         if old != new:
             return _difference(field.name, old, new)
     return "same key"
+
+
+TOLD = ("sizes", "devices", "mesh", "around", "backend", "strategies", "threads", "versions")
+"""Fields of a key that a checkpoint holds, in their order: few bytes, by which a run that goes on says what changed."""
+
+
+def told(key: CompileKey) -> dict[str, Any]:
+    """Return what `reason_after` needs of a key, as JSON has it."""
+    return {name: getattr(key, name) for name in TOLD}
+
+
+def reason_after(before: Mapping[str, Any], now: CompileKey) -> str:
+    """Say why a run that goes on needs `now`, where the program before it was another; `before` is from `told`.
+
+    What a checkpoint of another version lacks is no difference. Like a first compile where nothing differs.
+    """
+    for name in TOLD:
+        old, new = before.get(name), getattr(now, name)
+        if isinstance(old, list):
+            old = tuple(tuple(each) if isinstance(each, list) else each for each in old)
+        if old is not None and type(old) is type(new) and old != new:
+            return _difference(name, old, new)
+    return FIRST
 
 
 def changes(before: CompileKey, now: CompileKey) -> tuple[tuple[str, str], ...]:

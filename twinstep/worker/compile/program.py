@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from twinstep.worker.compile.accumulation import Left
-from twinstep.worker.compile.capture import Captured
+
+if TYPE_CHECKING:
+    from twinstep.worker.compile.capture import Captured
 
 Collect = Callable[[], list[Tensor]]
 """Waits for a step that was started, and returns the user's outputs, flat; called once."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.annotate import Spread
-from twinstep.worker.compile.capture import Captured, OutputTree, batch_leaves
 from twinstep.worker.compile.inputs import check_devices, check_finite, device_of, is_plain
 from twinstep.worker.compile.inspection import Capture, Inspectable
 from twinstep.worker.compile.interrupt import uninterrupted
@@ -25,7 +24,10 @@ from twinstep.worker.compile.lifted import Lifted
 from twinstep.worker.compile.lookups import explain
 from twinstep.worker.compile.program import Collect
 from twinstep.worker.compile.standing import batch_info, standing
-from twinstep.worker.compile.structure import Structure, take_apart
+from twinstep.worker.compile.structure import OutputTree, Structure, batch_leaves, take_apart
+
+if TYPE_CHECKING:
+    from twinstep.worker.compile.capture import Captured
 
 
 class Pending:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from twinstep.worker.compile.capture import TrainStep
 from twinstep.worker.compile.code import Reach
 from twinstep.worker.compile.key import HOOKS, OWN_ATTRIBUTES, ambient, module_settings, state_info
 from twinstep.worker.compile.state import TrainState
+from twinstep.worker.compile.structure import TrainStep
 
 
 def batch_info(leaves: Sequence[Any]) -> tuple[tuple[Any, Any], ...]:

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.utils._pytree as pytree
@@ -23,22 +23,23 @@ from twinstep.spec.placement import Mesh
 from twinstep.worker.compile.accumulation import GradientsMatter
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.around import Around, KeyPart
-from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
 from twinstep.worker.compile.events import CompileEvent, CompileWarning
 from twinstep.worker.compile.generators import set_torch_random_state, torch_random_state
 from twinstep.worker.compile.inputs import check_backend, check_devices, check_finite, device_of
 from twinstep.worker.compile.inspection import Capture, Look
 from twinstep.worker.compile.kept import Kept, Made, pack, unpack
 from twinstep.worker.compile.key import (
+    FIRST,
     CompileKey,
     cpu_threads,
     named_sizes,
     reason,
+    reason_after,
     tensor_info,
+    told,
     versions,
 )
 from twinstep.worker.compile.lifted import BackendName, Lifted
-from twinstep.worker.compile.passes.communication import ranks
 from twinstep.worker.compile.program import RowsHeld
 from twinstep.worker.compile.runner import Runner
 from twinstep.worker.compile.shipped import Shipped
@@ -48,7 +49,10 @@ from twinstep.worker.compile.state import Optimizers, TrainState
 from twinstep.worker.compile.store import MAX_BYTES, ProgramStore
 from twinstep.worker.compile.storm import MAX_COMPILES, WINDOW, StormWatch
 from twinstep.worker.compile.strategies import Communication, Strategy, resolve
-from twinstep.worker.compile.structure import take_apart
+from twinstep.worker.compile.structure import TrainStep, batch_leaves, take_apart
+
+if TYPE_CHECKING:
+    from twinstep.worker.compile.capture import Captured
 
 MAX_RUNNERS = 8  # programs kept in memory; an executable and its workspace are tens of MB
 
@@ -112,7 +116,7 @@ class StepCompiler:
         self._spread = Spread(mesh=None if mesh is None else Mesh.of(mesh), batch_dims=batch_dims)
         self._devices = devices if self._spread.mesh is None else self._spread.mesh.size
         if Communication.name in self._strategies:
-            self._devices = ranks(backend)
+            self._devices = _ranks(backend)
         if self._spread.mesh is not None and backend != "xla":
             raise CompileError(
                 f"the {backend} backend takes no mesh",
@@ -129,6 +133,7 @@ class StepCompiler:
         self._store = self._open_store(cache_max_bytes)
         self._runners: OrderedDict[CompileKey, Runner] = OrderedDict()
         self._last: CompileKey | None = None
+        self._went_before: Mapping[str, Any] = {}
         self._gradients: frozenset[str] | None = None
         """What TrainState is told of gradients; a capture finds that they matter."""
         self._storm = StormWatch(max_compiles=storm[0], window=storm[1])
@@ -191,7 +196,7 @@ class StepCompiler:
     def _new(self, key: CompileKey, batch: Any, lifted: Lifted) -> Runner:
         self._spread.check({path: shape for path, shape, _ in key.batch})
         check_devices(batch, device_of(lifted.state.live()))
-        why = reason(self._last, key)
+        why = reason_after(self._went_before, key) if self._last is None else reason(self._last, key)
         if self._on_start:
             self._on_start(why)
         started = time.perf_counter()
@@ -203,7 +208,7 @@ class StepCompiler:
         runner.check_finite = self._check_finite
         runner.given = 0 if self._around is None else self._around.given
         event = CompileEvent(
-            name="compiled" if self._last is None else "recompiled",
+            name="compiled" if why == FIRST else "recompiled",
             reason=why,
             seconds=seconds,
             capture_seconds=made.capture_seconds,
@@ -275,6 +280,10 @@ class StepCompiler:
         return Made(program, kept, "backend" if program.from_cache else "none", captured, seconds)
 
     def _capture(self, batch: Any, lifted: Lifted, without: frozenset[str] = frozenset()) -> Captured:
+        from twinstep.worker.compile.capture import (
+            capture,  # late: a program from disk has no need of it, nor of passes
+        )
+
         return capture(
             self._step,
             lifted.state,
@@ -291,7 +300,9 @@ class StepCompiler:
         like = pytree.tree_map_only(Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), batch)
 
         def again(without: frozenset[str] = frozenset()) -> Captured:
-            zeros = pytree.tree_map_only(Tensor, lambda leaf: torch.zeros_like(leaf, device="cpu"), like)
+            here = device_of(lifted.state.live())
+            there = torch.device("cpu") if here.type == "meta" else here
+            zeros = pytree.tree_map_only(Tensor, lambda leaf: torch.zeros_like(leaf, device=there), like)
             return self._capture(zeros, lifted, without)
 
         return again
@@ -338,6 +349,14 @@ class StepCompiler:
             threads=cpu_threads(),
             versions=self._versions,
         )
+
+    def compiled_for(self) -> dict[str, Any]:
+        """Return what the newest program was made for, as JSON has it, for `go_on_after`."""
+        return dict(self._went_before) if self._last is None else told(self._last)
+
+    def go_on_after(self, before: Mapping[str, Any]) -> None:
+        """Give the reason of the first compile by what the program before it, of another process, was made for."""
+        self._went_before = before
 
     @property
     def _around_key(self) -> KeyPart:
@@ -458,6 +477,12 @@ class StepCompiler:
     def _cache_unusable(self, problem: str) -> None:
         if self._on_warning:
             self._on_warning(CompileWarning(name="cache_unusable", text=f"{problem}; steps are compiled without it"))
+
+
+def _ranks(backend: str) -> int:
+    from twinstep.worker.compile.passes.communication import ranks  # late, as `capture`
+
+    return ranks(backend)
 
 
 def _check_around(around: Around | None, backend: str) -> None:

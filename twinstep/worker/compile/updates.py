@@ -60,7 +60,12 @@ KERNELS: dict[type[Optimizer], Callable[[Mapping[str, Any]], Kernel]] = {
     SGD: _sgd,
     Adagrad: _adagrad,
 }
-"""Optimizers whose update torch has a fused CPU kernel for."""
+"""Optimizers whose update torch has a fused kernel for."""
+
+
+def has_kernel(name: str, device: str) -> bool:
+    """Say whether this torch has the kernel for a kind of device: that of Adagrad is new on CUDA."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::_fused_{name}_.tensor_lr", device.upper()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +195,9 @@ class _Finder:
             return None, self._refused
         if not all(_plain(node.meta["val"]) for node in old.values()):
             return None, "is not contiguous float32"
+        device = old["parameter"].meta["val"].device.type
+        if not has_kernel(self.kernel.name, device):
+            return None, f"has no fused kernel for {device} in this torch"
         if set(new) != {"parameter", *self.kernel.entries}:
             return None, "keeps other state than the fused kernel"
         alone = old["parameter"].meta["val"].dim() == 0  # a 0-d tensor's arithmetic has overloads of its own

@@ -56,6 +56,26 @@ class Batch(NamedTuple):
     n: Tensor
     """[] float32: C + most history events of a real row + most candidates of a row; attention divides by it."""
 
+    def in_slots(self, tokens: Tensor) -> Tensor:
+        """Return integers of history tokens, [..., T] int64, by slot, [..., B, U]; 0 in empty slots."""
+        if tokens.shape[-1] == self.slot_token.numel():  # each slot has a token of its own, at its own place
+            slots = tokens.reshape(*tokens.shape[:-1], *self.slot_token.shape)
+        else:
+            padded = torch.cat((tokens, torch.zeros_like(tokens[..., :1])), dim=-1)
+            slots = padded.index_select(-1, self.slot_token.reshape(-1)).reshape(
+                *tokens.shape[:-1], *self.slot_token.shape
+            )
+        return torch.where(self.slots_valid(), slots, 0)
+
+    def slots_valid(self) -> Tensor:
+        """[B, U] bool: the slot holds an event."""
+        return self.slot_token < self.token_slot.shape[0]
+
+    def candidates_valid(self) -> Tensor:
+        """[B, K] bool: the slot holds a candidate."""
+        slots = torch.arange(self.cand_times.shape[1], device=self.num_candidates.device)
+        return slots.unsqueeze(0) < self.num_candidates.unsqueeze(1)
+
 
 def meta_batch(schema: DataSchema, spec: DataSpec) -> Batch:
     """Return a batch of the shapes and dtypes that a loader gives, on the meta device: it holds no values."""

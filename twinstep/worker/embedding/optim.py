@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twinstep.spec.job import DenseOptimizerSpec, OptimizersSpec, SparseOptimizerSpec
+from twinstep.spec.optimizers import DenseOptimizerSpec, OptimizersSpec, SparseOptimizerSpec
 from twinstep.worker.embedding.collection import EmbeddingTable
 
 
@@ -67,11 +67,12 @@ def split_parameters(
 
 
 def build_optimizers(spec: OptimizersSpec, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers "dense" and "sparse" over a model's parameters, as `spec` asks."""
-    dense, tables = split_parameters(model)
+    """Return the optimizers "dense" and "sparse" over a model's parameters, as `spec` asks; none over no parameter."""
+    dense, tables = ([param for _, param in part] for part in split_parameters(model))
     return {
-        "dense": build_optimizer(spec.dense, [param for _, param in dense]),
-        "sparse": build_optimizer(spec.sparse, [param for _, param in tables]),
+        name: build_optimizer(asked, params)
+        for name, asked, params in (("dense", spec.dense, dense), ("sparse", spec.sparse, tables))
+        if params
     }
 
 

@@ -141,7 +141,7 @@ class DLRMv3(nn.Module):
 
     def _item_lookups(self, batch: Batch, layout: Layout) -> list[Lookup]:
         """Each item feature, history and candidates in one: [N] ids."""
-        valid_N = layout.join(layout.token_valid(), layout.cand_valid().reshape(-1))
+        valid_N = layout.join(layout.token_valid(), batch.candidates_valid().reshape(-1))
         return [
             Lookup(feature.table, layout.join(batch.uih_ids[i], batch.cand_ids[i].reshape(-1)), valid_N)
             for i, feature in enumerate(self.config.item_features)

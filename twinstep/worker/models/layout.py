@@ -88,10 +88,6 @@ class Layout:
         """[T] bool: the token fills a slot."""
         return self.token_slot_T < self.num_rows * self.num_history
 
-    def cand_valid(self) -> Tensor:
-        """[B, K] bool: the slot holds a candidate."""
-        return self._arange(self.num_candidates) < self.cand_lengths_B.unsqueeze(1)
-
     def columns(self) -> Tensor:
         """[B, S] int64: column of each slot in its row packed without gaps; of no meaning for empty slots."""
         history = self._arange(self.num_history) + self.num_contextual

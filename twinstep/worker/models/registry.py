@@ -29,6 +29,7 @@ from twinstep.worker.models.config import (
 from twinstep.worker.models.dlrm import DLRM, init_dlrm
 from twinstep.worker.models.dlrmv3 import DLRMv3
 from twinstep.worker.models.init import init_dlrmv3
+from twinstep.worker.models.module import build_module, module_config
 
 MIN_POSITION_ROWS = 256
 GIB = 2**30
@@ -45,6 +46,7 @@ def build_model(spec: JobSpec, schema: AnySchema, *, processes: int = 1) -> nn.M
 
     Raises:
         TrainError: the tables cannot fit into this machine's memory.
+        SpecError, TrainError: of a user's own module, see `build_module`.
     """
     return MODELS[spec.model.kind](spec, schema, processes)
 
@@ -155,6 +157,12 @@ def _build_dlrm(spec: JobSpec, schema: AnySchema, processes: int) -> nn.Module:
     return model
 
 
+def _build_module(spec: JobSpec, schema: AnySchema, processes: int) -> nn.Module:
+    if torch.get_default_device().type != "meta":
+        _check_memory(module_config(spec, schema).tables, processes)
+    return build_module(spec, schema)
+
+
 def _check_memory(tables: Sequence[TableConfig], processes: int) -> None:
     """Refuse tables larger than memory before the system kills the process for them; each process has its own part."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -167,4 +175,8 @@ def _check_memory(tables: Sequence[TableConfig], processes: int) -> None:
         )
 
 
-MODELS: dict[str, Callable[[JobSpec, AnySchema, int], nn.Module]] = {"dlrmv3": _build_dlrmv3, "dlrm": _build_dlrm}
+MODELS: dict[str, Callable[[JobSpec, AnySchema, int], nn.Module]] = {
+    "dlrmv3": _build_dlrmv3,
+    "dlrm": _build_dlrm,
+    "module": _build_module,
+}

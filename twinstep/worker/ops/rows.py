@@ -116,10 +116,21 @@ def write_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
         used = int((rows < table.shape[0]).sum())
         table.index_put_((rows[:used],), values[:used])
         return
-    # Elsewhere a count would wait for the device: slots left over write the first slot's row once more.
-    named = rows < table.shape[0]
+    _write_without_count(table, rows, values)
+
+
+def _write_without_count(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Write rows on a device that a count would be waited for: slots left over write the first slot's row once more.
+
+    Where no slot is in use, the table's last row gets what it has: a row past the end would end a CUDA process.
+    """
+    if not rows.numel() or not len(table):
+        return
+    named = rows < len(table)
     shape = (-1,) + (1,) * (values.dim() - 1)
-    table.index_put_((torch.where(named, rows, rows[:1]),), torch.where(named.view(shape), values, values[:1]))
+    first = rows[:1].clamp(max=len(table) - 1)
+    again = torch.where(named[:1].view(shape), values[:1], table.index_select(0, first))
+    table.index_put_((torch.where(named, rows, first),), torch.where(named.view(shape), values, again))
 
 
 @write_rows_.register_fake

@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from twinstep.worker.train.environment import prepare_environment
+from twinstep.worker.train.early import EarlyStop
+from twinstep.worker.train.environment import named_place, prepare_environment
 from twinstep.worker.train.output import giving_up
 from twinstep.worker.train.ranks import Ranks
 
@@ -41,18 +44,28 @@ def run_spec(
         SystemExit: after SIGTERM, with code 75 where checkpoints have a place, else 143; after Ctrl-C, with 130.
         KeyboardInterrupt: after a second Ctrl-C.
     """
-    prepare_environment(spec)
-    with_jax = spec.compile.backend == "xla"
-    if console is not None and not quiet and is_first():
-        with giving_up(console.file):
-            console.print("loading PyTorch" + (" and JAX" if with_jax else ""))
-    with _without_collecting(_RUN, *([_JAX] if with_jax else [])):
-        from twinstep.worker.train.run import run
+    with contextlib.ExitStack() as stack:
+        if _takes_signals(ends_process):
+            early = EarlyStop(place=named_place(spec.checkpoint) is not None)
+            stack.callback(early.over)
+        prepare_environment(spec)
+        with_jax = spec.compile.backend == "xla"
+        if console is not None and not quiet and is_first():
+            with giving_up(console.file):
+                console.print("loading PyTorch" + (" and JAX" if with_jax else ""))
+        with _without_collecting(_RUN, *([_JAX] if with_jax else [])):
+            from twinstep.worker.train.run import run
 
-        if with_jax:  # which the run imports anyway: where it does not load, the run says so, and reports its end
-            with contextlib.suppress(Exception):
-                importlib.import_module(_JAX)
-    return run(spec, console=None if quiet else console, ends_process=ends_process)
+            if with_jax:  # which the run imports anyway: where it does not load, the run says so, and reports its end
+                with contextlib.suppress(Exception):
+                    importlib.import_module(_JAX)
+        return run(spec, console=None if quiet else console, ends_process=ends_process, begun=stack.close)
+
+
+def _takes_signals(ends_process: bool) -> bool:
+    """Say whether SIGTERM is this run's from the beginning; one that whoever started the process ignores stays so."""
+    here = threading.current_thread() is threading.main_thread()
+    return ends_process and here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @contextlib.contextmanager

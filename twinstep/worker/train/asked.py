@@ -22,7 +22,7 @@ from twinstep.worker.train.environment import cache_path, mesh_axes
 MIB = 1 << 20
 
 
-RING = RingEmbedding(parameters=("_embedding_collection.*",))
+RING = RingEmbedding(parameters=("*.embeddings.*.weight",))  # an EmbeddingCollection's, whatever its own name is
 
 
 def strategies_of(spec: CompileSpec, engine: str = "dense") -> tuple[Strategy | str, ...] | None:

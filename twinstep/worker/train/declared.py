@@ -50,6 +50,7 @@ def declares(spec: JobSpec, together: Together) -> bool:
     return (
         together.several
         and not together.own_rows
+        and spec.model.kind != "module"  # which fills its own tables
         and spec.compile.backend == "xla"
         and spec.train.on_nan == "stop"
         and not (sparse.kind == "sgd" and sparse.momentum)

@@ -25,6 +25,7 @@ from twinstep.worker.data.batch import BATCH_DIMS, BatchStats
 from twinstep.worker.data.loader import Loader
 from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS, AnyBatch
 from twinstep.worker.embedding.collection import tables_of
+from twinstep.worker.models.module import GIVEN_ROWS, check_lookups
 from twinstep.worker.train.asked import mesh_for, shipped_for, strategies_of
 from twinstep.worker.train.declared import Reading, has_declared
 from twinstep.worker.train.environment import cache_directory
@@ -42,7 +43,7 @@ class Parts:
     spec: JobSpec
     model: nn.Module
     optimizers: Mapping[str, Optimizer]
-    """`dense` and `sparse`."""
+    """`dense` and `sparse`; of a user's module only one where it has no parameters for the other."""
     loader: Loader
     on_start: Callable[[str], None]
     """Called with the reason before each compile."""
@@ -154,6 +155,14 @@ class Stepper:
         """Go on from what `random_state` gave."""
         self._compiler.set_random_state(state)
 
+    def compiled_for(self) -> dict[str, Any]:
+        """Return what the newest program was made for, for a checkpoint, as JSON values."""
+        return self._compiler.compiled_for()
+
+    def go_on_after(self, before: Mapping[str, Any]) -> None:
+        """Say of the first compile why it is needed, by what `compiled_for` gave before the run was stopped."""
+        self._compiler.go_on_after(before)
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint is to hold of the engine beside tensors, as JSON values."""
         return {}
@@ -214,4 +223,6 @@ ENGINES: dict[str, Callable[[Parts], Stepper]] = {
 
 def make_stepper(parts: Parts) -> Stepper:
     """Return the Stepper of a run, of the engine that its spec names."""
+    if parts.spec.embedding.engine in GIVEN_ROWS:
+        check_lookups(parts.model, parts.loader.train_batch(0)[0])
     return ENGINES[parts.spec.embedding.engine](parts)

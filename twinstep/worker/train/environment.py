@@ -13,7 +13,7 @@ from pathlib import Path
 
 from twinstep.spec.accelerator import CpuSpec, TpuSpec
 from twinstep.spec.errors import SpecError, UnavailableError
-from twinstep.spec.job import JobSpec
+from twinstep.spec.job import CheckpointSpec, JobSpec
 from twinstep.spec.machine import ROOT, has_tpu_chips
 from twinstep.spec.topology import slice_shape
 from twinstep.worker.train.processes import NAMES, Process
@@ -51,6 +51,15 @@ class RunContext:
             )
         run_id, run_dir, api_url, token = values.values()
         return cls(run_id=run_id, run_dir=Path(run_dir), api_url=api_url, token=token)
+
+
+PLACE = "TWINSTEP_CHECKPOINTS"
+"""Environment variable: the job's own place, where a control plane gave it one."""
+
+
+def named_place(spec: CheckpointSpec) -> str | None:
+    """Return where checkpoints go, None for nowhere."""
+    return os.environ.get(PLACE) or spec.path
 
 
 RESTART = "TWINSTEP_RESTART"

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from twinstep.spec.errors import TrainError, TwinstepError, UnavailableError
-from twinstep.worker.train.processes import Process, Together
+from twinstep.spec.errors import TwinstepError, UnavailableError
+from twinstep.worker.train.processes import Process, Together, short
 from twinstep.worker.train.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -26,11 +24,6 @@ if TYPE_CHECKING:
 FAILURE = "twinstep/failure"
 """Key of the store under which the first process that fails leaves word."""
 LAST_WORD = datetime.timedelta(seconds=1)
-_LOST = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+\]|\bProcessGroup(Gloo|NCCL)\b|\bNCCL error\b")
-
-
-class PeerLost(TrainError):
-    """Another process of the run is gone, or did not answer in time."""
 
 
 class Group(Together):
@@ -72,7 +65,7 @@ class Group(Together):
         except (RuntimeError, ValueError) as error:
             raise UnavailableError(
                 f"process {ranks.rank} of {ranks.size} does not reach the others at {ranks.address}:{ranks.port} "
-                f"within {self.patience.total_seconds():g} s: {_short(error)}",
+                f"within {self.patience.total_seconds():g} s: {short(error)}",
                 remedy="start all processes at about the same time; MASTER_ADDR names the host of rank 0",
             ) from error
 
@@ -104,27 +97,8 @@ class Group(Together):
             text = error.problem if isinstance(error, TwinstepError) else f"{type(error).__name__}: {error}"
             self._store.compare_set(FAILURE, "", f"process {self.ranks.rank} failed: {text}"[:500])
 
-    @contextlib.contextmanager
-    def minding(self) -> Iterator[None]:
-        """Turn what a lost process looks like from here into a plain error.
-
-        Raises:
-            PeerLost: another process is gone, or did not answer in time.
-        """
-        try:
-            yield
-        except TwinstepError:
-            raise
-        except RuntimeError as error:
-            if self.ranks.size == 1 or not _is_loss(error):
-                raise
-            raise PeerLost(
-                f"process {self.ranks.rank} lost touch with another one of this run's {self.ranks.size}: "
-                f"{self._first_failure() or _short(error)}",
-                remedy="look at what the other process said last; the run goes on from its last checkpoint",
-            ) from error
-
-    def _first_failure(self) -> str | None:
+    def first_failure(self) -> str | None:
+        """Return the word that a process left of its failure, None where there is none to be had."""
         try:
             self._store.wait([FAILURE], LAST_WORD)
             return str(self._store.get(FAILURE).decode(errors="replace"))
@@ -157,14 +131,3 @@ def take_gpu(device: torch.device) -> None:
             remedy=f"start at most {there} processes on this host",
         )
     torch.cuda.set_device(device)
-
-
-def _is_loss(error: BaseException) -> bool:
-    """Say whether an error comes from an exchange; gloo's are plain RuntimeErrors, which begin with their file."""
-    return isinstance(error, distributed.DistError) or (
-        isinstance(error, RuntimeError) and bool(_LOST.search(f"{error}"))
-    )
-
-
-def _short(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -168,6 +168,15 @@ def seed_of(seed: int, *, rank: int, step: int) -> int:
     return int(np.random.SeedSequence([seed, rank, step]).generate_state(1)[0])
 
 
+def pinned(batch: AnyBatch, device: torch.device) -> AnyBatch:
+    """Return a batch in memory that a GPU copies from while the host goes on; as it is for a CPU."""
+    if device.type != "cuda":
+        return batch
+    with torch.cuda.device(device):  # a thread begins with GPU 0, whose memory each process would take some of
+        found: AnyBatch = pytree.tree_map(torch.Tensor.pin_memory, batch)
+    return found
+
+
 class HybridStepper(Stepper):
     """Runs steps of HybridParallel.
 
@@ -214,7 +223,7 @@ class HybridStepper(Stepper):
         """Give each batch with the ids that are to be sent for it."""
         for batch, stats in batches:
             ids = None if self._tables is None else self._tables.ids_of(lookups_of(self._model, batch))
-            yield HybridBatch(batch, stats, ids), stats
+            yield HybridBatch(pinned(batch, self._group.device), stats, ids), stats
 
     def prepare(self, batch: AnyBatch) -> HybridBatch:
         """Return one batch as `program` takes it, its ids where they are looked up; a collective."""

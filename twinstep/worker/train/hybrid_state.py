@@ -48,6 +48,7 @@ class HybridState:
                 optimizer=parts.spec.optimizers.sparse,
                 device=parts.together.device,
                 group=parts.together.tables,
+                on_host=gpus_of_a_host(parts.together),
             )
             if uses
             else None
@@ -125,6 +126,11 @@ class HybridState:
         for path, own in live_tensors(self.view, self.optimizers).items():
             if own is not live[path]:
                 (live[path] if into_live else own).copy_(own if into_live else live[path])
+
+
+def gpus_of_a_host(group: Group) -> int | None:
+    """Return how many GPUs processes have on one host, the same everywhere; None on CPUs; a collective on GPUs."""
+    return max(group.gather(group.ranks.local)) + 1 if group.device.type == "cuda" else None
 
 
 def plans_of(parts: Parts, collection: EmbeddingCollection, used: set[str]) -> tuple[TablePlan, ...]:

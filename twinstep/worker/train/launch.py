@@ -21,7 +21,7 @@ from types import FrameType
 
 from twinstep.spec.errors import SpecError
 from twinstep.spec.job import JobSpec
-from twinstep.spec.words import EXIT_ABORTED
+from twinstep.spec.words import follows
 from twinstep.worker.train.output import giving_up
 from twinstep.worker.train.ranks import Ranks
 
@@ -134,10 +134,14 @@ class _Processes:
                 followed = True  # whatever ends from here on was told to
                 self.signal(next(means, signal.SIGKILL))
                 deadline = time.monotonic() + patience
-            elif failures and (not code or (code == EXIT_ABORTED and not followed)):
-                # Of those that ended at once, one that a signal killed is the cause and not what follows from it; but
-                # a peer that is gone ends others by SIGABRT, which may be seen first.
-                rank, code = max(failures, key=lambda each: (each[1] != EXIT_ABORTED, each[1]))
+                continue
+            # Of those that ended at once, one that a signal killed is the cause and not what follows from it; but a
+            # peer that is gone ends others by SIGABRT, or is missed by them, which may be seen first.
+            rank, found = min(failures, key=lambda each: (follows(each[1]), -each[1]), default=(0, 0))
+            if found and (not code or (follows(found) < follows(code) and not followed)):
+                if code:
+                    say(f"process {rank} of this run ended with code {found}, which is why")
+                code = found
                 if self._running and not self._asked and deadline is None:
                     say(f"process {rank} of this run ended with code {code}; the others are stopped")
                     deadline = time.monotonic() + patience  # most see for themselves that it is gone, and say so

@@ -16,6 +16,7 @@ from twinstep.worker.train.environment import prepare_environment, usable_proces
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
 
     from twinstep.worker.compile import ParityReport
 
@@ -66,6 +67,8 @@ def parity_spec(
     dataset = load_dataset(spec.data)
     loader = Loader(dataset, spec.data, seed=spec.train.seed)
     model = build_model(spec, dataset.schema)
+    if "xla" in backends:
+        _refuse_dropout(model)
     with _progress(console, steps) as say:
         return parity(
             make_train_step(clip_norm=spec.train.clip_norm),
@@ -81,6 +84,19 @@ def parity_spec(
             name=spec.name,
             on_progress=say,
         )
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    """Raise where a user's module drops values by a layer; built-in models say so in their spec."""
+    from torch.nn.modules.dropout import _DropoutNd
+
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            raise SpecError(
+                f"{name.removeprefix('module.')} drops values (p {module.p:g}): XLA draws other masks than PyTorch, so "
+                "steps cannot be compared",
+                remedy="set its p to 0, by model.arguments say; or --backend inductor, which draws PyTorch's own",
+            )
 
 
 @contextlib.contextmanager

@@ -12,16 +12,19 @@ import contextlib
 import datetime
 import logging
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from twinstep.spec.errors import UnavailableError
+from twinstep.spec.errors import PeerLostError, TwinstepError, UnavailableError
 
 LOG = logging.getLogger(__name__)
 
 NAMES = ("TWINSTEP_SLICES", "TWINSTEP_HOSTS_PER_SLICE", "TWINSTEP_SLICE", "TWINSTEP_HOST", "TWINSTEP_COORDINATOR")
 PATIENCE = datetime.timedelta(minutes=30)  # for a process that compiles, or whose image is still pulled
 Value = TypeVar("Value")
+_LOST = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+\]|\bProcessGroup(Gloo|NCCL)\b|\bNCCL error\b")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +120,29 @@ class Together:
                 remedy="let the run's pods reach both ports of the coordinator, JAX's and the one above it",
             ) from error
 
-    def minding(self) -> contextlib.AbstractContextManager[None]:
-        """Turn what a lost process looks like from here into a plain error."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def minding(self) -> Iterator[None]:
+        """Turn what a lost process looks like from here into a plain error.
+
+        Raises:
+            PeerLostError: another process is gone, or did not answer in time.
+        """
+        try:
+            yield
+        except TwinstepError:
+            raise
+        except RuntimeError as error:
+            if not self.several or not _is_loss(error):
+                raise
+            raise PeerLostError(
+                f"process {self.process.rank} lost touch with another one of this run's {self.process.count}: "
+                f"{self.first_failure() or short(error)}",
+                remedy="look at what the other process said last; the run goes on from its last checkpoint",
+            ) from error
+
+    def first_failure(self) -> str | None:
+        """Return the word that a process left of its failure, None where there is none to be had."""
+        return None
 
     def tell_failure(self, error: BaseException) -> None:
         """Leave word of why this process fails, for those that will miss it."""
@@ -179,3 +202,17 @@ class Together:
         distributed.broadcast_object_list(found, src=0, group=self.host)
         told: Value = found[0]
         return told
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Say whether an error comes from an exchange; gloo's, JAX's too, are RuntimeErrors that name gloo's own file."""
+    from torch import distributed
+
+    return isinstance(error, distributed.DistError) or (
+        isinstance(error, RuntimeError) and bool(_LOST.search(f"{error}"))
+    )
+
+
+def short(error: BaseException) -> str:
+    """Return the first line of what an error says."""
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

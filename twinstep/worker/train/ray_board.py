@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from twinstep.spec.words import EXIT_ABORTED, EXIT_FAILED, EXIT_PREEMPTED
+from twinstep.spec.words import EXIT_FAILED, EXIT_PREEMPTED, follows
 from twinstep.worker.train.stop import EXIT_STOPPED
 
 LEFT = (EXIT_PREEMPTED, EXIT_STOPPED)
@@ -86,13 +86,14 @@ def outcome(
     """Return the exit code of a run and, where it failed, why.
 
     Args:
-        ends: in the order in which they came; the first failure is the cause, and what follows, its consequence. One by
-            SIGABRT is the cause only where there is no other: a peer that is gone may end ranks before it is heard of.
+        ends: in the order in which they came; the first failure is the cause, and what follows, its consequence. A rank
+            that says it lost another one is no cause, and one that SIGABRT ended is one only where no other rank failed
+            by itself: a peer that is gone may end ranks before it is heard of.
         ray_said: what Ray Train raised; empty: nothing.
         gone: ranks whose nodes were taken away, maybe before they could say how they ended.
     """
     failed = [each for each in ends if each.failed]
-    first = next((each for each in failed if each.code != EXIT_ABORTED), failed[0] if failed else None)
+    first = min(failed, key=lambda each: follows(each.code), default=None)  # of equals the first
     if first is not None:
         said = first.words.strip() or "it said nothing"
         return first.code, f"rank {first.rank} of {processes} failed first, with exit code {first.code}: {said}"

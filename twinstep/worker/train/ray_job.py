@@ -79,14 +79,22 @@ class Asked:
         return cls(spec=spec, processes=int(said))
 
 
-def train(asked: Asked) -> tuple[int, str]:
+def train(asked: Asked, *, ends_process: bool = False) -> tuple[int, str]:
     """Run the ranks to their end; return the exit code and, where they failed, why.
 
     Where a worker's node is taken away, ranks save and leave, and others start once the cluster has room for all again:
     KubeRay, which would count the end of this process as a failure, hears of none. The head's own node, and a wish to
     stop, end the job.
+
+    Args:
+        ends_process: this process ends then, with an exit code that SIGTERM is not to change any more.
     """
-    with _connected(), tempfile.TemporaryDirectory(prefix="twinstep-ray-") as folder, _listening() as stop:
+    with (
+        _handler_kept(ends_process=ends_process),
+        _connected(),
+        tempfile.TemporaryDirectory(prefix="twinstep-ray-") as folder,
+    ):
+        stop = _listen()
         begun, count, told = time.monotonic(), 0, ""
         while True:
             code, why, node_went, step = _attempt(asked, stop, storage=f"{folder}/{count}", told=told)
@@ -174,18 +182,24 @@ def _connected() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM sets; Ray's own handler would end the driver at once."""
+def _handler_kept(*, ends_process: bool) -> Iterator[None]:
+    """Give SIGTERM back to whoever had it, once Ray is left: leaving it takes a while, in which another may come."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if ends_process else before)
+
+
+def _listen() -> threading.Event:
+    """Return an event that SIGTERM sets from now on; Ray's own handler, set by connecting, would end the driver."""
     event = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         event.set()
 
-    before = signal.signal(signal.SIGTERM, on_signal)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, on_signal)
+    return event
 
 
 def _fit(trainer: Any, board: Any, stop: threading.Event) -> tuple[str, set[str]]:
@@ -260,12 +274,16 @@ def _say_once(text: str) -> None:
     LOG.warning("%s", text)
 
 
-def main() -> int:
-    """Run the job that the environment asks for; return the exit code."""
+def main(*, ends_process: bool = False) -> int:
+    """Run the job that the environment asks for; return the exit code.
+
+    Args:
+        ends_process: as in `train`.
+    """
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     try:
-        code, why = train(Asked.from_environment())
+        code, why = train(Asked.from_environment(), ends_process=ends_process)
     except TwinstepError as error:
         print(f"{error.problem}\nfix: {error.remedy}", file=sys.stderr, flush=True)
         return EXIT_SPEC if isinstance(error, SpecError) else EXIT_FAILED
@@ -275,4 +293,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(ends_process=True))

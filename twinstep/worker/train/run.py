@@ -11,17 +11,18 @@ from __future__ import annotations
 import os
 import platform as machine
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from twinstep.spec.errors import TrainError, TwinstepError
+from twinstep.spec.errors import PeerLostError, TrainError, TwinstepError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import RunSummary
 from twinstep.spec.words import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from twinstep.worker.train.environment import RunContext, usable_processors
-from twinstep.worker.train.group import Group, PeerLost
+from twinstep.worker.train.group import Group
 from twinstep.worker.train.loop import Trainer
 from twinstep.worker.train.output import flush_output
 from twinstep.worker.train.processes import Process, Together
@@ -33,8 +34,14 @@ from twinstep.worker.train.stop import EXIT_STOPPED, StopSignal
 from twinstep.worker.train.versions import software_versions
 
 
-def run(spec: JobSpec, *, console: Console | None, ends_process: bool = False) -> RunSummary:
-    """Train `spec` from its data to its summary; see `run_spec`."""
+def run(
+    spec: JobSpec, *, console: Console | None, ends_process: bool = False, begun: Callable[[], None] = lambda: None
+) -> RunSummary:
+    """Train `spec` from its data to its summary; see `run_spec`.
+
+    Args:
+        begun: called once this process has met the others, and from then on ends in order when it is told to stop.
+    """
     together = processes(spec)
     context = RunContext.from_environment() if together.first else None
     console = console if together.first else None
@@ -48,6 +55,7 @@ def run(spec: JobSpec, *, console: Console | None, ends_process: bool = False) -
         reporter.event("started", f"worker started on {machine.node()}", surroundings)
         reporter.progress("starting", 0, spec.train.steps, examples_per_s=None, eta_s=None)
         together.join()
+        begun()
         with together.minding(), ProgressView(console, spec.train.steps) as view:
             run_dir = context.run_dir if context else None
             trainer = _made(spec, reporter=reporter, view=view, stop=stop, run_dir=run_dir, together=together)
@@ -63,9 +71,10 @@ def run(spec: JobSpec, *, console: Console | None, ends_process: bool = False) -
         reporter.progress("done", steps, spec.train.steps, examples_per_s=summary.examples_per_s, eta_s=0.0, **more)
         return summary
     except BaseException as error:
+        begun()
         stop.end_between_steps()  # a second SIGTERM must not cut the report of the end short
         together.tell_failure(error)
-        if isinstance(error, PeerLost) and stop.asked:  # the other one was told to stop too, and did so sooner
+        if isinstance(error, PeerLostError) and stop.asked:  # the other one was told to stop too, and did so sooner
             code = _stopped(spec, stop)
             _report_end(reporter, SystemExit(code), steps)
             sys.exit(code)

@@ -26,15 +26,14 @@ from twinstep.worker.checkpoint.place import LocalPlace, UriPlace
 from twinstep.worker.checkpoint.saver import Checkpoints
 from twinstep.worker.checkpoint.shares import Held
 from twinstep.worker.train.engines import Stepper
+from twinstep.worker.train.environment import PLACE, named_place
 from twinstep.worker.train.versions import software_versions
 
-PLACE = "TWINSTEP_CHECKPOINTS"
-"""Environment variable: the job's own place, where a control plane gave it one."""
 ATTEMPT = "TWINSTEP_ATTEMPT"
 MAY_CHANGE = frozenset(
     {"data.batch_size", "data.uih_budget", "data.path", "data.cache_dir", "data.on_bad_row"}
     | {"data.prefetch", "data.loader_workers", "data.eval_candidates"}
-    | {"model.preset", "model.action_init_std"}
+    | {"model.preset", "model.action_init_std", "model.source", "model.dense_parameters"}
 )
 """Fields of model and data that a run may go on with otherwise: how much at once, where files lie, how it began and is
 scored."""
@@ -48,7 +47,7 @@ def place_of(spec: CheckpointSpec) -> str | None:
     Raises:
         SpecError: some are wanted, and there is no place for them.
     """
-    where = os.environ.get(PLACE) or spec.path
+    where = named_place(spec)
     if where is None and spec.periodic:
         raise SpecError(
             "checkpoints are wanted, and checkpoint.path names no place for them",
@@ -128,7 +127,7 @@ class Saving:
         if found is None:
             return None
         manifest, values = found
-        self.take(manifest.step, values)
+        self.take(manifest, values)
         return manifest
 
     def find(self) -> str | None:
@@ -143,10 +142,11 @@ class Saving:
         self.look()
         return name
 
-    def take(self, step: int, values: Mapping[str, Tensor]) -> None:
-        """Go on from the checkpoint of `step`, whose tensors the live model has or knows where to read."""
+    def take(self, manifest: Manifest, values: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint, whose tensors the live model has or knows where to read."""
         self._stepper_takes(values)
-        self._saved_step = step
+        self._stepper.go_on_after(manifest.about.get("compiled_for", {}))
+        self._saved_step = manifest.step
 
     def _stepper_takes(self, values: Mapping[str, Tensor]) -> None:
         name = random_name(self._spec)
@@ -219,6 +219,7 @@ class Saving:
             "spec": self._spec.model_dump(mode="json"),
             "versions": software_versions(),
             "compile_key": self.key,
+            "compiled_for": self._stepper.compiled_for(),
             "host": machine.node(),
             **more,
         }

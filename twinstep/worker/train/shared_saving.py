@@ -31,7 +31,7 @@ from twinstep.worker.train.declared import has_declared
 from twinstep.worker.train.engines import Stepper
 from twinstep.worker.train.processes import Together
 from twinstep.worker.train.saving import Saving, only_finite, run_tensors
-from twinstep.worker.train.writers import HASTE_S, StoreCrew
+from twinstep.worker.train.writers import HASTE_S, FirstsTurn, StoreCrew
 
 Value = TypeVar("Value")
 SEEN = "shared.json"
@@ -60,6 +60,8 @@ class SharedSaving:
         self._member: Member | None = None
         self._crew: StoreCrew | None = None
         self.key = ""
+        store = distributed.distributed_c10d._get_default_store()
+        self._turn = FirstsTurn(together.process, store)
         self._saving = self._do(
             lambda: Saving(spec, where, model=model, optimizers=optimizers, stepper=stepper, tell=tell)
         )
@@ -69,19 +71,20 @@ class SharedSaving:
                 text = f"other processes do not see {where}, or cannot write: process 0 writes all of each checkpoint"
                 tell("checkpoints_by_one", text, {})
             return
-        self._crew = StoreCrew(together.process, distributed.distributed_c10d._get_default_store())
+        self._crew = StoreCrew(together.process, store)
         if self._saving is not None:
             self._saving.join(self._crew)
         else:
             self._member = Member(open_place(where), self._crew, only_finite=only_finite(spec))
 
     def _do(self, work: Callable[[], Value]) -> Value | None:
-        """Run process 0's part, None elsewhere; where it fails, all fail."""
+        """Run process 0's part, None elsewhere; where it fails, all fail. However long it takes, it is waited for."""
         problem, found = None, None
         try:
             found = work() if self._together.first else None
         except Exception as error:
             problem = error
+        self._turn.over()
         told = self._together.of_first(None if problem is None else f"{problem}")
         if problem is not None:
             raise problem
@@ -167,7 +170,7 @@ class SharedSaving:
                 known.source = SavedRows(reader, path)
         values = reader.tensors(dict.fromkeys(path for path in there if path not in apart))
         load_tensors(values, self._model, self._optimizers)
-        self._do(lambda: None if self._saving is None else self._saving.take(reader.manifest.step, values))
+        self._do(lambda: None if self._saving is None else self._saving.take(reader.manifest, values))
         self._take_up()
         return reader.manifest
 

@@ -104,13 +104,15 @@ def _watched(model: nn.Module) -> Iterator[Lookups]:
 
     found: Lookups = {}
 
-    def note(module: Any, given: tuple[Any, ...]) -> None:
-        table, ids, valid = given
+    def note(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        table, ids, valid = (*given, *(named[name] for name in ("table", "ids", "valid")[len(given) :]))
         calls = found.setdefault(table, [])
         calls.append((ids.reshape(-1).cpu().numpy(), valid.expand(ids.shape).reshape(-1).cpu().numpy()))
 
     hooks = [
-        module.register_forward_pre_hook(note) for module in model.modules() if isinstance(module, EmbeddingCollection)
+        module.register_forward_pre_hook(note, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, EmbeddingCollection)
     ]
     try:
         yield found

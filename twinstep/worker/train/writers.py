@@ -1,4 +1,4 @@
-"""What the threads of a run's processes agree on that write checkpoints, over the store by which the processes met.
+"""What processes agree on, writers of checkpoints and loops, where disks may be slow: over the store by which they met.
 
 One may take as long as its disk does: nothing here has a time limit but silence. Who writes beats once in BEAT_S, and
 process 0 gives up whoever has not for SILENCE_S, by its own clock; that checkpoint fails, and the next is tried. The
@@ -23,6 +23,38 @@ SILENCE_S = 30.0
 HASTE_S = 5.0
 """The same for a run that ends because something failed."""
 _WAITS = (0.02, 1.0)  # seconds between two looks, at first and at last
+_TURN_WAITS = (0.001, 0.25)
+
+
+class FirstsTurn:
+    """Lets the loops of processes wait for what process 0 does alone, for as long as its disk takes.
+
+    An exchange has a time limit, after which whoever does not take part is given up. This one has none: it ends when
+    process 0 is done, or gone.
+
+    Args:
+        store: of torch.distributed, that all have.
+    """
+
+    def __init__(self, process: Process, store: Any) -> None:
+        self._first = process.rank == 0
+        self._store: Any = PrefixStore("process 0's turn", store.clone())
+        self._turns = 0
+
+    def over(self) -> None:
+        """Say in process 0 that it is done; wait for that elsewhere. All make each call.
+
+        Raises:
+            Exception: process 0 is gone, and the store with it.
+        """
+        self._turns += 1
+        if self._first:
+            self._store.add("over", 1)
+            return
+        wait = _TURN_WAITS[0]
+        while self._store.add("over", 0) < self._turns:
+            time.sleep(wait)
+            wait = min(_TURN_WAITS[1], wait * 1.5)
 
 
 class SilentError(NotWritten):

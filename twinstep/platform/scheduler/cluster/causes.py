@@ -48,6 +48,16 @@ WAITS: dict[str, tuple[str, str]] = {
 """By the cluster's code for why a run waits: the cause's name, and what to do."""
 
 
+def held_back(found: Diagnosis | None) -> bool:
+    """Say whether a run waits because it is suspended in the cluster, whoever did that."""
+    return found is not None and WAITS.get(_known(found.code), ("",))[0] == "suspended"
+
+
+def _known(code: str) -> str:
+    """Return a code as `WAITS` has it: Kueue adds why, as in DeactivatedDueToRequeuingLimitExceeded."""
+    return code.partition("DueTo")[0]
+
+
 def waiting(found: Diagnosis | None, reason: str) -> Cause | None:
     """Return why a run that has not begun waits in its cluster; None where the diagnosis does not say."""
     if found is None:
@@ -55,9 +65,9 @@ def waiting(found: Diagnosis | None, reason: str) -> Cause | None:
     stuck = next((pod for pod in found.pods if pod.reason in CANNOT_START), None)
     if stuck is not None and found.code in ("Starting", ""):
         return _stuck(stuck)
-    if found.code not in WAITS:
+    if _known(found.code) not in WAITS:
         return None
-    cause, step = WAITS[found.code]
+    cause, step = WAITS[_known(found.code)]
     return Cause(cause, f"the job {reason}", step)
 
 

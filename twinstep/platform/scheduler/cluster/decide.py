@@ -64,6 +64,8 @@ class ClusterSight:
     finding: Finding
     deleting: bool = False
     """Its objects are on their way out."""
+    suspended: bool | None = None
+    """Whether the cluster holds it back, as far as its objects say; None: they do not."""
     confirmed: bool = False
     """The API server itself was asked, not the mirror, which may be late."""
 
@@ -164,7 +166,7 @@ def _there(wanted: ClusterWanted, sight: ClusterSight) -> ClusterAction:
         return _taken_down(wanted, sight, _wait_over(wanted, finding))
     if sight.deleting:
         return _action(wanted, ClusterDo.SAY, reason="somebody else has its objects deleted", finding=finding)
-    if wanted.suspend and not wanted.suspended:
+    if wanted.suspend and (not wanted.suspended or sight.suspended is False):  # or somebody else let it go on
         return _action(wanted, ClusterDo.SUSPEND)
     if wanted.suspended and not wanted.suspend:
         return _action(wanted, ClusterDo.UNSUSPEND)

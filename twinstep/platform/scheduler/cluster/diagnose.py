@@ -12,7 +12,7 @@ from twinstep.platform.scheduler.cluster.evidence import Evidence, Object, holds
 from twinstep.platform.scheduler.cluster.status import UNSCHEDULABLE, Finding
 from twinstep.platform.store.records import Diagnosis, PodTrouble
 from twinstep.spec.states import RunState
-from twinstep.spec.words import EXIT_ABORTED
+from twinstep.spec.words import EXIT_ABORTED, FOLLOWS
 
 MAX_PODS = 3
 MAX_TEXT = 500  # characters of a message that are kept
@@ -25,7 +25,7 @@ CANNOT_START = (
 
 ABORT_S = 60.0
 """Seconds that a failed worker may take to end after its peers were: it still tells what it has to."""
-FOLLOWS = (EXIT_ABORTED, 143)
+TAKEN_ALONG = (*FOLLOWS, 143)
 """Exit codes of a worker whose peer is gone, or whose pod was ended with the job's."""
 
 
@@ -47,15 +47,18 @@ def diagnose(evidence: Evidence, finding: Finding, *, before: Mapping[str, Any] 
 
 
 def _first_first(troubles: Iterable[PodTrouble]) -> list[PodTrouble]:
-    """Return troubles by time; an abort after which others failed within ABORT_S, or at once, comes after them.
+    """Return troubles by time; a worker that missed another one comes after those that failed soon, within ABORT_S.
 
-    A worker whose peer is gone is ended by SIGABRT (JAX, NCCL), and its kubelet may say so before the peer's own does.
+    A worker whose peer is gone is ended by SIGABRT (JAX, NCCL) or says so, and its kubelet may before the peer's own
+    does. An abort is what others missed where no worker failed by itself.
     """
     found = sorted(troubles, key=lambda each: (each.time is None, each.time or 0.0, each.pod))
-    if not found or found[0].exit_code != EXIT_ABORTED:
+    if not found or found[0].exit_code not in FOLLOWS:
         return found
     until = (found[0].time or 0.0) + ABORT_S
-    causes = [each for each in found if each.exit_code not in (None, *FOLLOWS) and (each.time or 0.0) <= until]
+    near = [each for each in found if (each.time or 0.0) <= until]
+    causes = [each for each in near if each.exit_code not in (None, *TAKEN_ALONG)]
+    causes = causes or [each for each in near if each.exit_code == EXIT_ABORTED]
     return causes + [each for each in found if each not in causes]
 
 

@@ -13,7 +13,14 @@ from typing import Any
 from twinstep.platform.scheduler.cluster.evidence import Evidence, Object
 from twinstep.platform.scheduler.cluster.kinds import BESIDE
 from twinstep.platform.scheduler.cluster.kube_api import KubeApi
-from twinstep.platform.scheduler.cluster.mirror import JOB_UID_LABEL, RUN_LABEL, of_workload, trimmed
+from twinstep.platform.scheduler.cluster.mirror import (
+    JOB_UID_LABEL,
+    MANAGED_LABEL,
+    MANAGER,
+    RUN_LABEL,
+    of_workload,
+    trimmed,
+)
 from twinstep.platform.scheduler.cluster.port import WorkloadRef
 from twinstep.platform.scheduler.cluster.status import QUEUE_LABEL
 from twinstep.platform.scheduler.cluster.watch import Watcher
@@ -207,6 +214,8 @@ class KubeCluster:
     def confirm(self, run_id: str, ref: WorkloadRef) -> Evidence:
         """See `Cluster.confirm`."""
         workload: Object | None = self._mine(run_id, ref)
+        if workload is not None:
+            self._label_again(run_id, ref.kind, workload)
         admission: Object | None = None
         pods: list[Object] = []
         if workload is not None:
@@ -223,9 +232,20 @@ class KubeCluster:
     def _mine(self, run_id: str, ref: WorkloadRef) -> dict[str, Any] | None:
         """Return a run's workload as the API server has it; None where it is not there, or another has its name."""
         found = self._api.get(ref.kind, ref.namespace, ref.name)
-        if found is None or not _is_of(run_id, found) or ref.uid not in ("", found["metadata"]["uid"]):
+        if found is None or ref.uid not in ("", found["metadata"]["uid"]):
             return None
+        if not _is_of(run_id, found) and not ref.uid:
+            return None  # by its uid it is the run's, whatever was made of its labels
         return {**found, "kind": ref.kind}
+
+    def _label_again(self, run_id: str, kind: str, found: Object) -> None:
+        """Put back the labels by which the watches know a run's workload, where somebody took them away."""
+        metadata = found["metadata"]
+        labels = {MANAGED_LABEL: MANAGER, RUN_LABEL: label_value(run_id)}
+        if labels.items() <= (metadata.get("labels") or {}).items() or metadata.get("deletionTimestamp"):
+            return
+        patch = {"metadata": {"uid": metadata["uid"], "labels": labels}}
+        self._api.merge(kind, metadata["namespace"], metadata["name"], patch)
 
     def _admission(self, namespace: str, uid: str) -> Object | None:
         """Return Kueue's Workload of an owner; None where there is none, or no Kueue."""

@@ -16,7 +16,8 @@ from twinstep.platform.scheduler.cluster.port import WorkloadRef
 from twinstep.platform.scheduler.render.context import DOMAIN
 from twinstep.platform.scheduler.render.names import label_value
 
-MANAGED = "app.kubernetes.io/managed-by=twinstep"
+MANAGED_LABEL, MANAGER = "app.kubernetes.io/managed-by", "twinstep"
+MANAGED = f"{MANAGED_LABEL}={MANAGER}"
 JOBSET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
 JOB_UID_LABEL = "kueue.x-k8s.io/job-uid"
 RUN_LABEL = f"{DOMAIN}/run"
@@ -124,6 +125,7 @@ class Mirror:
             workload = self._objects[ref.kind].get((ref.namespace, ref.name))
             if workload is not None:
                 metadata = workload["metadata"]
+                # Where somebody took its label away, the API server is asked, and has it put back.
                 foreign = (metadata.get("labels") or {}).get(RUN_LABEL) != label_value(run_id)
                 if foreign or ref.uid not in ("", metadata["uid"]):
                     workload = None

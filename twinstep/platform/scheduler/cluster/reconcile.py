@@ -34,7 +34,7 @@ from twinstep.platform.scheduler.cluster.evidence import Evidence
 from twinstep.platform.scheduler.cluster.lease import uptime
 from twinstep.platform.scheduler.cluster.patience import Patience
 from twinstep.platform.scheduler.cluster.port import Cluster, WorkloadRef
-from twinstep.platform.scheduler.cluster.status import Finding, find
+from twinstep.platform.scheduler.cluster.status import Finding, find, is_suspended
 from twinstep.platform.scheduler.passes import Passes, trouble_with
 from twinstep.platform.scheduler.render.render import RenderedRun, render
 from twinstep.platform.scheduler.rundir import hash_token
@@ -382,6 +382,8 @@ class ClusterReconciler(Passes):
 
         done, told = self._ask(run, do, now, ask)
         if done:
+            self._patience.hold(run.id, do, SETTLE_S)
+            self._patience.worked(run.id, ClusterDo.UNSUSPEND if suspended else ClusterDo.SUSPEND)
             self._runs.note(run, suspended_at=time.time() if suspended else None)
         return told
 
@@ -435,7 +437,8 @@ def _find(evidence: Evidence, run: ClusterRun) -> Finding:
 def _sight(evidence: Evidence | None, finding: Finding, *, confirmed: bool = False) -> ClusterSight:
     workload = None if evidence is None else evidence.workload
     deleting = workload is not None and bool(workload["metadata"].get("deletionTimestamp"))
-    return ClusterSight(finding=finding, deleting=deleting, confirmed=confirmed)
+    suspended = None if evidence is None else is_suspended(evidence)
+    return ClusterSight(finding=finding, deleting=deleting, suspended=suspended, confirmed=confirmed)
 
 
 def _remark(run: ClusterRun, reason: str, restarts: int, diagnosis: dict[str, Any] | None) -> Remark | None:

@@ -63,6 +63,19 @@ def _gone(asked_to_stop: bool) -> Finding:
 # ---- queueing, the same for both ----
 
 
+def is_suspended(evidence: Evidence) -> bool | None:
+    """Say whether somebody holds a workload back, whoever that is; None where its objects do not say.
+
+    A queue suspends what it has not admitted: of a queued workload its Workload says whether it may be admitted.
+    """
+    workload, admission = evidence.workload, evidence.admission
+    if workload is None:
+        return None
+    if QUEUE_LABEL not in (workload["metadata"].get("labels") or {}):
+        return bool((workload.get("spec") or {}).get("suspend"))
+    return None if admission is None else (admission.get("spec") or {}).get("active") is False
+
+
 def _waiting(evidence: Evidence) -> Finding | None:
     """Return why a suspended workload is suspended; None where it is not."""
     workload = evidence.workload or {}

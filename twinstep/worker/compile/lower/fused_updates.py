@@ -72,6 +72,7 @@ class Updates:
             entries = {entry: [state[slot] for slot in slots] for entry, slots in group.entries.items()}
             if "step" in entries:
                 torch._foreach_add_(entries["step"], 1)
+                entries["step"] = _beside(parameters[0], entries["step"])
             RUN[group.kernel](parameters, given, entries, lr=rates[group.rate], **group.settings)
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -101,3 +102,13 @@ def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)
+
+
+def _beside(parameter: Tensor, steps: list[Tensor]) -> list[Tensor]:
+    """Return step counts where a kernel on the parameter's device reads them; `torch.optim` keeps them on the host.
+
+    A kernel for CUDA is given their addresses, and would read the host's memory. They go over in one copy.
+    """
+    if all(each.device == parameter.device for each in steps):
+        return steps
+    return list(torch.stack([each.cpu() for each in steps]).to(parameter.device).unbind())

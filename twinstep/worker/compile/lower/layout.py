@@ -16,10 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from twinstep.spec.errors import CompileError
 from twinstep.spec.placement import Spec, place
 from twinstep.worker.compile.annotate import Inputs, Spread
-from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.padding import by_rows
 
 if TYPE_CHECKING:
+    from twinstep.worker.compile.capture import Captured
     from twinstep.worker.compile.lower.xla_ring import RingOn
 
 Specs = tuple[Spec, ...]

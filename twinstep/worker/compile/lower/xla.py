@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from twinstep.spec.machine import has_tpu_chips
 from twinstep.worker.compile.accumulation import Left
 from twinstep.worker.compile.annotate import Spread
 from twinstep.worker.compile.around import Around
-from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower import xla_attention_cpu, xla_rows_cpu
 from twinstep.worker.compile.lower.layout import Layout, Specs, own_rows, rows_held, rows_here
 from twinstep.worker.compile.lower.loading import loading
@@ -43,6 +42,9 @@ from twinstep.worker.compile.state import TrainState
 from twinstep.worker.compile.up_to_date import keep_up_to_date, let_go
 from twinstep.worker.embedding.declared import Declared, declared
 from twinstep.worker.ops.rows import UNIQUE_ROWS
+
+if TYPE_CHECKING:
+    from twinstep.worker.compile.capture import Captured
 
 
 def _tracing() -> ModuleType:

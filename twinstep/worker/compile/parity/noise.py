@@ -85,7 +85,7 @@ class GradientNoise:
         if not like.is_floating_point():
             return None
         if path.startswith("buffer:"):
-            return torch.full(like.shape, self._noisy, dtype=torch.float64) if self._noisy else None
+            return torch.full(like.shape, self._noisy, dtype=torch.float64, device=like.device) if self._noisy else None
         return self._allowed.get(path)
 
     def _share(self, name: str, gradient: Tensor) -> Tensor:

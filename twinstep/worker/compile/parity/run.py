@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from twinstep.spec.errors import CompileError
-from twinstep.worker.compile.capture import TrainStep
 from twinstep.worker.compile.key import versions
 from twinstep.worker.compile.lifted import BackendName
 from twinstep.worker.compile.parity.bisect import find_culprit
@@ -30,6 +29,7 @@ from twinstep.worker.compile.parity.trial import Between, Eager, Ledger, Setting
 from twinstep.worker.compile.parity.watch import Gradients, wanted
 from twinstep.worker.compile.state import Optimizers
 from twinstep.worker.compile.strategies import MixedPrecision, Strategy, resolve
+from twinstep.worker.compile.structure import TrainStep
 
 Say = Callable[[str, int], None]
 

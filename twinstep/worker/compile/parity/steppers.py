@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from twinstep.spec.errors import CompileError
-from twinstep.worker.compile.capture import Captured, TrainStep, batch_leaves, capture
+from twinstep.worker.compile.capture import Captured, capture
 from twinstep.worker.compile.parity.trial import (
     Name,
     Settings,
@@ -25,6 +25,7 @@ from twinstep.worker.compile.parity.watch import watching
 from twinstep.worker.compile.state import Optimizers, TrainState
 from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.compile.strategies import Strategy
+from twinstep.worker.compile.structure import TrainStep, batch_leaves
 
 
 class Stepper(Protocol):

@@ -16,13 +16,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from twinstep.worker.compile.capture import TrainStep
 from twinstep.worker.compile.parity.compare import EXACT, Difference, Kind, Tolerance, Tolerances, difference
 from twinstep.worker.compile.parity.noise import GradientNoise, largest
 from twinstep.worker.compile.parity.result import TensorReport
 from twinstep.worker.compile.parity.watch import Gradients, wanted, watching
 from twinstep.worker.compile.state import Optimizers, as_mapping
 from twinstep.worker.compile.strategies import Strategy
+from twinstep.worker.compile.structure import TrainStep
 
 Between = Callable[[int, nn.Module, Any], None]
 Name = tuple[Kind, str]

@@ -6,6 +6,7 @@ traces and all passes see them whole. With it off, or where no kernel can be had
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 from torch import Tensor, fx
@@ -29,14 +30,22 @@ def attention_as_one_op(context: PassContext, example: Sequence[Tensor]) -> bool
     if context.strategy(FusedAttention) is None:
         return False
     if context.backend == "inductor":
-        devices = {tensor.device.type for tensor in example}
-        if devices != {"cpu"}:
-            context.notes[NAME] = f"plain: there is no kernel for {', '.join(sorted(devices - {'cpu'}))}"
-            return False
-        if find_compiler() is None:
-            context.notes[NAME] = "plain: the kernel needs a C++ compiler, and none is on PATH"
+        lacks = _lacks({tensor.device.type for tensor in example if tensor.dim()})  # counts and rates are the host's
+        if lacks:
+            context.notes[NAME] = f"plain: {lacks}"
             return False
     return True
+
+
+def _lacks(devices: set[str]) -> str:
+    """Say what keeps Inductor's program from a kernel on these devices; empty: nothing."""
+    if devices == {"cuda"}:
+        return (
+            "" if importlib.util.find_spec("triton") is not None else "the kernel needs Triton, which is not installed"
+        )
+    if devices - {"cpu"}:
+        return f"there is no kernel for {', '.join(sorted(devices - {'cpu'}))}"
+    return "" if find_compiler() is not None else "the kernel needs a C++ compiler, and none is on PATH"
 
 
 def note_attention(graph: fx.GraphModule, context: PassContext) -> int:

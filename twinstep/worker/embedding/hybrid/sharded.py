@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from twinstep.spec.job import SparseOptimizerSpec
+from twinstep.spec.optimizers import SparseOptimizerSpec
 from twinstep.spec.table_names import module_name, table_name
 from twinstep.worker.embedding.hybrid.plan import TablePlan
 
@@ -64,8 +64,12 @@ def shard(
     optimizer: SparseOptimizerSpec,
     device: torch.device,
     group: distributed.ProcessGroup,
+    on_host: int,
 ) -> Sharded:
     """Return a sharded module of uninitialised tables; a collective.
+
+    Args:
+        on_host: processes of a host: process r has GPU r modulo so many, which its shards name.
 
     The plan is ours throughout: TorchRec's planner knows no bags divided by rows on a CPU, though its modules do.
     """
@@ -81,7 +85,7 @@ def shard(
     wanted = {module_name(plan.table.name): _placed(plan) for plan in tables}
     with _quietly():
         found = construct_module_sharding_plan(
-            whole, wanted, sharder, local_size=group.size(), world_size=group.size(), device_type=device.type
+            whole, wanted, sharder, local_size=on_host, world_size=group.size(), device_type=device.type
         )
         return sharder.shard(whole, found, ShardingEnv.from_process_group(group), device)
 

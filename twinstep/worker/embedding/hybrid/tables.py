@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from twinstep.spec.job import SparseOptimizerSpec
+from twinstep.spec.optimizers import SparseOptimizerSpec
 from twinstep.worker.embedding.collection import Lookup
 from twinstep.worker.embedding.hybrid.plan import TablePlan
 from twinstep.worker.embedding.hybrid.sharded import (
@@ -100,6 +100,7 @@ class DividedTables:
         pooled: whether these are bags.
         optimizer: fused into the backward pass.
         group: the processes; its collectives start in one order on all of them, so no other thread may use it.
+        on_host: how many of them share a host, and its GPUs; None: all.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class DividedTables:
         optimizer: SparseOptimizerSpec,
         device: torch.device,
         group: distributed.ProcessGroup,
+        on_host: int | None = None,
     ) -> None:
         self.lookups = tuple(sorted(number for use in uses for number in use.lookups))
         """Numbers of the model's lookups that are answered here."""
@@ -119,7 +121,9 @@ class DividedTables:
         self._pooled, self._device, self._group = pooled, device, group
         self._kind = optimizer.kind
         names = {use.plan: [f"lookup{number}" for number in use.lookups] for use in uses}
-        self._sharded: Sharded = shard(names, pooled=pooled, optimizer=optimizer, device=device, group=group)
+        self._sharded: Sharded = shard(
+            names, pooled=pooled, optimizer=optimizer, device=device, group=group, on_host=on_host or group.size()
+        )
 
     def ids_of(self, lookups: Sequence[Lookup]) -> Ids:
         """Gather what is to be sent of all of a model's lookups; on the host, in any thread."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from twinstep.spec.errors import SpecError
-from twinstep.spec.job import SparseOptimizerSpec
+from twinstep.spec.optimizers import SparseOptimizerSpec
 from twinstep.worker.embedding.collection import EmbeddingCollection
 from twinstep.worker.embedding.declared import declared
 from twinstep.worker.embedding.sparsecore.logical import WEIGHT, Chunk, Rows
