@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,12 @@ SPEC = {
     "data": {"dataset": "synthetic", "synthetic_events": 1000, "batch_size": 8, "uih_len": 8, "num_candidates": 2},
     "accelerator": {"kind": "tpu", "generation": "v5p", "topology": "2x2x1"},
 }  # fmt: skip
+OWN = SPEC | {
+    "model": {
+        "kind": "module", "factory": "ranker:build", "embedding_dim": 8,
+        "source": str(Path(__file__).parents[3] / "examples" / "own_model"),
+    },
+}  # fmt: skip
 
 
 def key_of(spec: JobSpec, dataset: Dataset, *, there: bool) -> CompileKey:
@@ -52,20 +59,20 @@ def key_of(spec: JobSpec, dataset: Dataset, *, there: bool) -> CompileKey:
     return slice_key(compiler.key(batch, sizes=sizes_of(spec)), "v5p:2x2x1")
 
 
-@pytest.mark.parametrize("engine", ["dense", "ring"])
-def test_the_key_of_the_meta_device_is_that_of_live_tensors(engine: str) -> None:
-    spec = JobSpec.model_validate({**SPEC, "embedding": {"engine": engine}})
+@pytest.mark.parametrize(("given", "engine"), [(SPEC, "dense"), (SPEC, "ring"), (OWN, "ring")])
+def test_the_key_of_the_meta_device_is_that_of_live_tensors(given: dict[str, Any], engine: str) -> None:
+    spec = JobSpec.model_validate({**given, "embedding": {"engine": engine}})
     dataset = load_dataset(spec.data)
     assert isinstance(dataset, Dataset)
     ahead, here = key_of(spec, dataset, there=False), key_of(spec, dataset, there=True)
     assert ahead == here, reason(ahead, here)
 
 
-@pytest.mark.parametrize("pipeline", ["off", "full"])
-def test_the_key_of_tables_on_sparsecores_is_that_of_a_run(pipeline: str) -> None:
+@pytest.mark.parametrize(("given", "pipeline"), [(SPEC, "off"), (SPEC, "full"), (OWN, "full")])
+def test_the_key_of_tables_on_sparsecores_is_that_of_a_run(given: dict[str, Any], pipeline: str) -> None:
     spec = JobSpec.model_validate(
         {
-            **SPEC,
+            **given,
             "accelerator": "cpu",
             "compile": {"backend": "xla"},
             "embedding": {

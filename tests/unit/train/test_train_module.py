@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +136,35 @@ def test_a_checkpoint_of_another_structure_is_refused_with_the_tensors_that_diff
         trained(package(wider, "Clicks", **saved))
     with pytest.raises(MisfitError, match=r"model\.factory"):
         trained(package(BAGS + "\nOther = Clicks\n", "Other", **saved))
+
+
+def test_the_pages_model_is_trained(package: Callable[..., JobSpec]) -> None:
+    page = (ROOT / "docs" / "howto" / "own-model.md").read_text()
+    text = page.partition("```python runs\n")[2].partition("```")[0]
+    spec = package(text, "build", data=HISTORIES)
+    assert losses_of(spec, steps=30) < losses_of(spec, steps=1)
+
+
+@pytest.mark.slow
+def test_two_processes_that_divide_its_tables_train_what_one_does(tmp_path: Path) -> None:
+    """In processes of their own, as `twinstep train` starts them."""
+    scores = []
+    for processes, embedding in ((2, {"engine": "torchrec", "sharding": {"item_id": "row_wise"}}), (1, {})):
+        given = example(train={"steps": 20}).model_dump(mode="json")
+        given["embedding"] |= embedding
+        given["runtime"]["processes"] = processes
+        (tmp_path / "job.json").write_text(json.dumps(given))
+        done = subprocess.run(
+            [sys.executable, "-m", "twinstep", "train", str(tmp_path / "job.json"), "--json"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        scores.append(json.loads(done.stdout.splitlines()[-1])["summary"]["ne"])
+    assert math.isclose(*scores, rel_tol=1e-4)
 
 
 def test_changed_source_is_another_program(tmp_path: Path, package: Callable[..., JobSpec]) -> None:
