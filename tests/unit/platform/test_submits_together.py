@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from sqlalchemy import func, select, update
 from sqlalchemy.exc import DataError
 
+from twinstep.platform.api.submits import written
 from twinstep.platform.scheduler.accounts import LOCAL
 from twinstep.platform.scheduler.service import Service
 from twinstep.platform.settings import Settings
@@ -27,7 +29,7 @@ from twinstep.platform.store.database import Database
 from twinstep.platform.store.entry import Entry
 from twinstep.platform.store.gather import MOST, Gathered
 from twinstep.platform.store.store import Store
-from twinstep.platform.store.submits import HomeChangedError, Submit, store_submits
+from twinstep.platform.store.submits import HomeChangedError, Submit, _new_job, store_submits
 from twinstep.platform.store.tables import EventRow, IdempotencyRow, JobRow, ProjectRow, RunRow
 from twinstep.platform.store.users import Users
 from twinstep.spec.errors import ConflictError, NotFoundError, TwinstepError, UnavailableError
@@ -181,6 +183,16 @@ def test_the_answer_to_a_submit_is_the_job_as_it_is_read_later(one_store: Store)
         assert isinstance(found, tuple)
         assert found[0] == one_store.job(found[0].id)
         assert found[0].model_dump_json() == one_store.job(found[0].id).model_dump_json()
+
+
+def test_an_answer_is_the_same_with_the_spec_as_it_was_written() -> None:
+    spec = SPEC.model_copy(update={"train": SPEC.train.model_copy(update={"seed": 3})})
+    asks = Submit(spec=spec, project="default", actor='a "user" \u00e9')
+    job = _new_job(asks, "job-1", 1.5)
+    for warnings in ((), ('so "it" is', "\u00e9\n")):
+        answers = [json.loads(written(job, warnings, text)) for text in (asks.text, None)]
+        assert answers[0] == answers[1]
+        assert list(answers[0]) == list(answers[1])
 
 
 def test_a_key_knows_its_spec_whatever_the_order_of_names_in_it(one_store: Store) -> None:

@@ -88,14 +88,20 @@ ROUTES: dict[tuple[str, str], RouteAccess] = {
     ("GET", "/v1/audit"): ADMINISTER,
 }
 
-_PUBLIC = [(method, compile_path(path)[0]) for (method, path), access in ROUTES.items() if access.who != "user"]
+_PUBLIC = frozenset(route for route, access in ROUTES.items() if access.who != "user")
+_PUBLIC_FORMS = [(method, path.partition("{")[0], compile_path(path)[0]) for method, path in _PUBLIC if "{" in path]
 
 
 def is_public(method: str, path: str, settings: Settings) -> bool:
     """Say whether a path is for those without a user's token: anybody, or workers with their run's."""
     if path == "/metrics" and settings.open_metrics:
         return True
-    return any(method == its_method and pattern.fullmatch(path) for its_method, pattern in _PUBLIC)
+    if (method, path) in _PUBLIC:
+        return True
+    return any(
+        method == its_method and path.startswith(begins) and pattern.fullmatch(path) is not None
+        for its_method, begins, pattern in _PUBLIC_FORMS
+    )
 
 
 def check_table(routers: Iterable[APIRouter]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from functools import lru_cache
 from typing import Any, get_args, get_origin
 from urllib.parse import urlsplit
 
@@ -99,6 +100,7 @@ def _netloc(origin: str) -> str | None:
         return None
 
 
+@lru_cache(maxsize=64)
 def _name_of(host: str) -> str:
     try:
         return urlsplit(f"//{host}").hostname or ""

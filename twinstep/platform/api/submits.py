@@ -5,7 +5,9 @@ What is quick is done where the request is read, not in a thread: to hand a requ
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -154,20 +156,31 @@ async def submit(
 async def answer(service: Service, caller: Principal, spec: JobSpec, project: str | None, key: str | None) -> Response:
     """Store a job; return its answer once it is committed."""
     try:
-        job, new, warnings = await _stored(service, caller, spec, project, key, remembered=True)
+        job, new, content = await _stored(service, caller, spec, project, key, remembered=True)
     except (HomeChangedError, NotFoundError):  # the project that is remembered may be gone, or another
-        job, new, warnings = await _stored(service, caller, spec, project, key, remembered=False)
+        job, new, content = await _stored(service, caller, spec, project, key, remembered=False)
     return Response(
-        Submitted.model_construct(**dict(job), warnings=list(warnings)).model_dump_json(),
+        content,
         status_code=201 if new else 200,
         media_type=JSON_TYPE,
         headers={"Location": f"/v1/jobs/{job.id}"},
     )
 
 
+def written(job: JobDetail, warnings: Sequence[str], spec: str | None) -> str:
+    """Return a Submitted as JSON; `spec` is the job's as JSON where somebody has written it already."""
+    if spec is None:
+        return Submitted.model_construct(**dict(job), warnings=list(warnings)).model_dump_json()
+    return f'{job.model_dump_json(exclude=_SPEC)[:-1]},"spec":{spec},"warnings":{json.dumps(warnings)}}}'
+
+
+_SPEC = {"spec"}
+
+
 async def _stored(
     service: Service, caller: Principal, spec: JobSpec, project: str | None, key: str | None, *, remembered: bool
-) -> tuple[JobDetail, bool, tuple[str, ...]]:
+) -> tuple[JobDetail, bool, str]:
+    """Store a job, and return it, whether it is new, and the answer's content."""
     home = service.accounts.remembered_project(caller, project) if remembered else None
     if home is None:
         home = await run_in_threadpool(service.accounts.project_for, caller, project)
@@ -179,8 +192,8 @@ async def _stored(
         warnings = service.check_runnable(placed)
     else:
         warnings = await run_in_threadpool(service.check_runnable, placed)
-    job, new = await service.submit(placed, home=home, actor=caller.user, key=key, warnings=warnings)
-    return job, new, warnings
+    job, new, text = await service.submit(placed, home=home, actor=caller.user, key=key, warnings=warnings)
+    return job, new, written(job, warnings, text)
 
 
 class Plan(View):

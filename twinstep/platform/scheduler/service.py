@@ -39,7 +39,7 @@ from twinstep.platform.store.records import (
 )
 from twinstep.platform.store.search import JobFilter, JobSort
 from twinstep.platform.store.store import Store
-from twinstep.platform.store.submits import Stored, Submit
+from twinstep.platform.store.submits import Submit
 from twinstep.platform.store.users import Project
 from twinstep.spec.errors import AuthError, ConflictError, NotFoundError
 from twinstep.spec.job import JobSpec
@@ -125,18 +125,19 @@ class Service:
         key: str | None = None,
         actor: str = LOCAL_USER,
         warnings: tuple[str, ...] = (),
-    ) -> Stored:
+    ) -> tuple[JobDetail, bool, str | None]:
         """Store a job that was checked and that fits its project; the scheduler takes it from there.
 
-        Returns the job once it is committed, and whether it was stored now, or else raises the error of `Store.submit`.
+        Returns the job once it is committed, whether it was stored now, and if so its spec as JSON; or else raises the
+        error of `Store.submit`.
 
         Args:
             key: the submitter's own, by which a submit that is sent again is known.
             warnings: what `check_runnable` returned; they become an event.
         """
-        return await self._store.submitted(
-            Submit(spec=spec, project=home.name, home=home, actor=actor, key=key, warnings=warnings)
-        )
+        submit = Submit(spec=spec, project=home.name, home=home, actor=actor, key=key, warnings=warnings)
+        job, new = await self._store.submitted(submit)
+        return job, new, submit.text if new else None
 
     def submit_job(self, spec: JobSpec, *, actor: str = LOCAL_USER, project: str = DEFAULT_PROJECT) -> JobDetail:
         """Check and store a job, and wait until it is stored.
