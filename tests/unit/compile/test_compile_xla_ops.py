@@ -34,6 +34,10 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "conv1d": lambda x: F.conv1d(x.reshape(2, 4, 8), torch.linspace(-1, 1, 24).reshape(2, 4, 3), dilation=2),
     "avg_pool2d": lambda x: F.avg_pool2d(image(x), 3, stride=2, padding=1, count_include_pad=False),
     "avg_pool2d, padded": lambda x: F.avg_pool2d(image(x), (2, 3), padding=(1, 1)),
+    "max_pool2d": lambda x: F.max_pool2d(image(x), 3, stride=2, padding=1),
+    "max_pool2d, equal numbers": lambda x: F.max_pool2d(F.relu(image(x) - 0.5), (2, 3), stride=1),
+    "max_pool2d, one channel": lambda x: F.max_pool2d(x.reshape(4, 1, 4, 4), 2),
+    "max_pool1d": lambda x: F.max_pool1d(x.reshape(2, 4, 8), 3, stride=2),
     "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(image(x), (3, 2)),
     "nearest": lambda x: F.interpolate(image(x), size=(7, 3)),
     "nearest by a factor": lambda x: F.interpolate(image(x), scale_factor=1.7),
@@ -68,5 +72,6 @@ def test_ops_that_torchax_lacks_follow_eager_forward_and_backward(name: str) -> 
 
 
 def test_a_case_that_is_not_written_is_refused() -> None:
-    with pytest.raises(CompileError, match="ceil_mode"):
-        run("xla", lambda x: F.avg_pool2d(image(x), 3, stride=2, ceil_mode=True))
+    for pool in (F.avg_pool2d, F.max_pool2d):
+        with pytest.raises(CompileError, match="ceil_mode"):
+            run("xla", lambda x, pool=pool: pool(image(x), 3, stride=2, ceil_mode=True))

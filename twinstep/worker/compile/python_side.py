@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 from twinstep.spec.errors import CaptureError
@@ -47,7 +48,7 @@ def python_as_it_was(model: nn.Module) -> Iterator[None]:
     """
     tree, settings, numbers = _Tree(model), dict(module_settings(model)), _generators()
     try:
-        with _clocks_watched() as read, _NoValues() as tensors:
+        with _clocks_watched() as read, _NoValues() as tensors, _masks_are_masks():
             yield
         tree.check()
         if tensors.refused is not None:
@@ -56,6 +57,20 @@ def python_as_it_was(model: nn.Module) -> Iterator[None]:
     except BaseException:
         tree.restore()
         raise
+
+
+@contextlib.contextmanager
+def _masks_are_masks() -> Iterator[None]:
+    """Let torch's Transformer layers take a mask for what it says, and not look whether it is the causal one.
+
+    What they look for is a hint, by which a faster kernel might be chosen: numbers are those of the mask either way.
+    """
+    before = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = before
 
 
 def _check_python(model: nn.Module, settings: dict[str, str], numbers: tuple[Any, ...], read: list[str]) -> None:

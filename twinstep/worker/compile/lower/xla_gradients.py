@@ -114,6 +114,26 @@ def _avg_pool2d_backward(
     return back(grad)[0]  # type: ignore[no-any-return]
 
 
+def _max_pool2d_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: jax.Array,
+) -> jax.Array:
+    """Of equal numbers in a window the first takes the gradient, as `indices` say too."""
+    if ceil_mode or any(each != 1 for each in dilation):
+        raise _unwritten("the gradient of max_pool2d with ceil_mode or dilation")
+    kernel, step, edge = (tuple(each) * (2 // len(each)) for each in (kernel_size, stride or kernel_size, padding))
+    ones = (1,) * (x.ndim - 2)
+    edges = [(0, 0)] * (x.ndim - 2) + [(each, each) for each in edge]
+    _, back = jax.vjp(lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, ones + kernel, ones + step, edges), x)
+    return back(grad)[0]  # type: ignore[no-any-return]
+
+
 def _along_pixels(grad: jax.Array, rows_OH: np.ndarray, columns_OW: np.ndarray) -> jax.Array:
     """Return the gradient of `rows_OH @ x @ columns_OWᵀ`, which each of the resizing ops is."""
     return jnp.einsum("oh,...op,pw->...hw", jnp.asarray(rows_OH), grad, jnp.asarray(columns_OW))
@@ -216,6 +236,7 @@ OPS: dict[Any, Callable[..., Any]] = {
     aten.searchsorted.Tensor: _searchsorted,
     aten.convolution_backward.default: _convolution_backward,
     aten.avg_pool2d_backward.default: _avg_pool2d_backward,
+    aten.max_pool2d_with_indices_backward.default: _max_pool2d_backward,
     aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_pool2d_backward,
     aten.upsample_nearest2d_backward.default: _nearest_backward,
     aten.upsample_bilinear2d.default: _bilinear,

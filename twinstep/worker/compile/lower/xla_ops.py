@@ -67,7 +67,6 @@ OWN_OPS: dict[Any, Callable[..., Any]] = {
 
 
 WRONG_OPS: dict[Any, str] = {
-    aten.max_pool2d_with_indices_backward: "its gradient is wrong for one channel",
     aten.put: "with accumulate it keeps one of several equal indices",
 }
 """Ops of torchax that differ from eager in ways a user would not notice."""
