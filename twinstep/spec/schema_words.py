@@ -44,6 +44,8 @@ def value_words(value: Any) -> str:
     """Return a value as JSON has it, in backticks."""
     if isinstance(value, bool) or value is None:
         return {None: "`null`", True: "`true`", False: "`false`"}[value]
+    if value == "":
+        return '`""`'
     return "`{}`" if value == {} else f"`{list(value) if isinstance(value, tuple) else value}`"
 
 

@@ -99,10 +99,10 @@ def _operation(method: str, path: str, operation: Schema, schemas: Iterable[str]
     else:
         holds = ""
     words = "".join(f"<p>{_shown(each, schemas)}</p>" for each in (*said.split("\n\n"), told, holds) if each)
-    answers = [
-        (f'<span class="tw-num">{escape(status)}</span>', _shown(answer_words(each), schemas))
-        for status, each in operation["responses"].items()
-    ]
+    statuses: dict[str, list[str]] = {}  # by what is answered with them
+    for status, each in operation["responses"].items():
+        statuses.setdefault(answer_words(each), []).append(status)
+    answers = [(escape(", ".join(found)), _shown(words, schemas)) for words, found in statuses.items()]
     return (
         f'<section class="tw-card tw-ref-part" id="{anchor}" data-part><div class="tw-card-head">{_verb(method)}'
         f'<h2 class="tw-h2 tw-ref-path"><a href="#{anchor}">{escape(path)}</a></h2>'
@@ -122,7 +122,7 @@ def _given(operation: Schema) -> list[Schema]:
 def _parameter(each: Schema, schemas: Iterable[str]) -> tuple[str, ...]:
     schema = each["schema"]
     default = "required" if each["required"] else value_words(schema["default"]) if "default" in schema else ""
-    meaning = "; ".join(part for part in (each.get("description", ""), limit_words(schema)) if part)
+    meaning = _meaning(each.get("description", ""), limit_words(schema))
     cells = (f"`{each['name']}`", each["in"], type_words(schema), default, meaning)
     return tuple(_shown(cell, schemas) for cell in cells)
 
@@ -136,7 +136,7 @@ def _schema(name: str, schema: Schema, schemas: Iterable[str]) -> str:
     rows = []
     for key, field in schema.get("properties", {}).items():
         default = "required" if key in required else value_words(field["default"]) if "default" in field else ""
-        meaning = "; ".join(part for part in (str(field.get("description", "")), limit_words(field)) if part)
+        meaning = _meaning(str(field.get("description", "")), limit_words(field))
         cells = (f"`{key}`", type_words(field), default, meaning)
         rows.append(tuple(_shown(cell, schemas) for cell in cells))
     return (
@@ -166,6 +166,10 @@ def _curl(method: str, path: str, operation: Schema) -> str:
         parts += [f"-H 'Content-Type: {kind}'", f"--data-binary @{'spec.yaml' if 'yaml' in kind else 'body.json'}"]
     filled = re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), path)
     return " ".join((*parts, f"{HERE}{filled}"))
+
+
+def _meaning(said: str, limits: str) -> str:
+    return f"{said}{'' if said.endswith(('.', ':')) or not (said and limits) else ';'} {limits}".strip()
 
 
 def _verb(method: str) -> str:
