@@ -133,7 +133,7 @@ def block_size(num_slots: int) -> int:
     return int(pl.cdiv(pl.cdiv(num_slots, blocks), LANES) * LANES)
 
 
-def _dot(x: jax.Array, y: jax.Array, *, over: tuple[int, int]) -> jax.Array:
+def dot(x: jax.Array, y: jax.Array, *, over: tuple[int, int]) -> jax.Array:
     return jax.lax.dot_general(x, y, (((over[0],), (over[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -150,10 +150,10 @@ def _forward_kernel(
 
     @pl.when(walk.seen(i, j, prefix, targets))
     def _() -> None:
-        scores_IJ = _dot(q_ref[...], k_ref[...], over=(1, 1)) * walk.alpha
+        scores_IJ = dot(q_ref[...], k_ref[...], over=(1, 1)) * walk.alpha
         weights_IJ = jnp.where(walk.mask(i, j, prefix, targets), scores_IJ * jax.nn.sigmoid(scores_IJ), 0.0)
         v_JV = walk.tokens(v_ref[...], j, prefix, targets)
-        sum_ref[...] += _dot(weights_IJ.astype(v_JV.dtype), v_JV, over=(1, 0))
+        sum_ref[...] += dot(weights_IJ.astype(v_JV.dtype), v_JV, over=(1, 0))
 
     @pl.when(j == walk.num_blocks - 1)
     def _() -> None:
@@ -182,15 +182,15 @@ def _backward_kernel(
         q_IA, grad_IV = (walk.tokens(ref[...], i, prefix, targets) for ref in (q_ref, grad_ref))
         k_JA, v_JV = (walk.tokens(ref[...], j, prefix, targets) for ref in (k_ref, v_ref))
         mask_IJ = walk.mask(i, j, prefix, targets)
-        scores_IJ = _dot(q_IA, k_JA, over=(1, 1)) * walk.alpha
+        scores_IJ = dot(q_IA, k_JA, over=(1, 1)) * walk.alpha
         gate_IJ = jax.nn.sigmoid(scores_IJ)
         weights_IJ = jnp.where(mask_IJ, scores_IJ * gate_IJ, 0.0)
-        dv_sum[...] += _dot(weights_IJ.astype(grad_IV.dtype), grad_IV, over=(0, 0))
+        dv_sum[...] += dot(weights_IJ.astype(grad_IV.dtype), grad_IV, over=(0, 0))
         slope_IJ = gate_IJ * (1.0 + scores_IJ * (1.0 - gate_IJ))
-        dscores_IJ = jnp.where(mask_IJ, _dot(grad_IV, v_JV, over=(1, 1)) * slope_IJ, 0.0).astype(q_IA.dtype)
-        dk_sum[...] += _dot(dscores_IJ, q_IA, over=(0, 0))
+        dscores_IJ = jnp.where(mask_IJ, dot(grad_IV, v_JV, over=(1, 1)) * slope_IJ, 0.0).astype(q_IA.dtype)
+        dk_sum[...] += dot(dscores_IJ, q_IA, over=(0, 0))
         rows = pl.ds(i * walk.block, walk.block)
-        dq_sum[rows, :] = dq_sum[rows, :] + _dot(dscores_IJ, k_JA, over=(1, 0))
+        dq_sum[rows, :] = dq_sum[rows, :] + dot(dscores_IJ, k_JA, over=(1, 0))
 
     @pl.when(i == walk.num_blocks - 1)
     def _() -> None:
