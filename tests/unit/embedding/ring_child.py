@@ -174,10 +174,10 @@ def sizes(chips: int) -> Any:
     }
 
 
-def kernels(chips: int, kind: str) -> Any:
+def kernels(chips: int, kind: str, dtype: str = "float32") -> Any:
     """Run the kernels interpreted, looking for races, and hold them to the other form."""
     params = pltpu.InterpretParams(detect_races=True)
-    found = against_torch(chips, kind, steps=1, form="kernel", interpret=params)
+    found = against_torch(chips, kind, steps=1, form="kernel", interpret=params, dtype=dtype)
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     assert interpret_pallas_call.races is not None
@@ -190,7 +190,7 @@ def run(name: str) -> Any:
         chips, kind, order, dtype = rest
         return against_torch(int(chips), kind, order=order, dtype=dtype)
     if what == "kernel":
-        return kernels(int(rest[0]), rest[1])
+        return kernels(int(rest[0]), *rest[1:])
     return sizes(int(rest[0]))
 
 

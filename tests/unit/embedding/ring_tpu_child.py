@@ -42,12 +42,7 @@ def compiled(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     def shape(dims: tuple[int, ...], dtype: Any = jnp.float32, spread: bool = True) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P(mesh.axis_names[0]) if spread else P()))
 
-    state = {
-        table.name: tuple(
-            shape(engine.stored_shape(table, by_row), dtype) for _, by_row, _, dtype in engine.parts_of(table)
-        )
-        for table in tables
-    }
+    state = {table.name: tuple(shape(each.shape, each.dtype) for each in engine.shapes(table)) for table in tables}
     inputs = {each.name: Bags(shape((samples, case["ids"]), jnp.int32)) for each in features}
     gradients = {each.name: shape((samples, case["dim"])) for each in features}
     programs = {

@@ -24,6 +24,7 @@ from twinstep.spec.errors import DataError, SpecError
 from twinstep.worker.embedding.initial import Initial, first_rows, table_key
 from twinstep.worker.embedding.ring.device import kernel, shift
 from twinstep.worker.embedding.ring.device.rows import Named, Ring, Values, add_up, named, spread, totals
+from twinstep.worker.embedding.ring.device.words import from_words, to_words
 from twinstep.worker.embedding.ring.plan import RingPlan
 from twinstep.worker.embedding.sparsecore.device import rules
 from twinstep.worker.embedding.sparsecore.optimizers import RowOptimizer
@@ -103,12 +104,30 @@ class Engine:
             *((slot.name, slot.per_row, slot.initial, jnp.dtype("float32")) for slot in slots),
         )
 
+    @property
+    def words(self) -> bool:
+        """Whether tables' rows are words of two bfloat16, as the kernels take them."""
+        return self.form == "kernel" and self.plan.dtype == "bfloat16"
+
     def stored_shape(self, table: Table, per_row: bool) -> tuple[int, ...]:
-        """Return the shape of a part over all chips."""
+        """Return the shape of a part over all chips, as floats; the table itself may be `words`, half as wide."""
         shards = self.plan.shards(table)
         if self.form == "kernel":
-            return kernel.stored_shape(shards.per_chip, shards.chips, table.dim, per_row=per_row)
+            return kernel.stored_shape(shards.per_chip, shards.chips, table.dim, per_row=per_row, dtype=self.plan.dtype)
         return shards.stored, 1 if per_row else table.dim
+
+    def shapes(self, table: Table) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return shape and dtype of each part as it is stored."""
+        found = []
+        for name, per_row, _, dtype in self.parts_of(table):
+            *lead, wide = self.stored_shape(table, per_row)
+            kind = (wide // 2, jnp.dtype("int32")) if self.words and name == WEIGHT else (wide, dtype)
+            found.append(jax.ShapeDtypeStruct((*lead, kind[0]), kind[1]))
+        return tuple(found)
+
+    def _stored(self, values: jax.Array, name: str, dtype: Any) -> jax.Array:
+        """Return floats of a part as they are stored."""
+        return to_words(values) if self.words and name == WEIGHT else values.astype(dtype)
 
     def initial(self, seed: int, how: Initial | Mapping[str, Initial]) -> Tables:
         """Return tables and slots at the start of training, each chip's part made on it.
@@ -123,7 +142,7 @@ class Engine:
             parts = []
             for name, per_row, value, dtype in self.parts_of(table):
                 make = self._first(table, of_table, seed) if name == WEIGHT else None
-                parts.append(self._made(table, per_row, value, dtype, make))
+                parts.append(self._made(table, name, per_row, value, dtype, make))
             found[table.name] = tuple(parts)
         return found
 
@@ -138,15 +157,16 @@ class Engine:
 
         return make
 
-    def _made(self, table: Table, per_row: bool, value: float, dtype: Any, make: Any) -> jax.Array:
+    def _made(self, table: Table, name: str, per_row: bool, value: float, dtype: Any, make: Any) -> jax.Array:
         rows, *rest = self.stored_shape(table, per_row)
         local = (rows // self.plan.chips, *rest)
 
         def part() -> jax.Array:
             if make is None:
                 return jnp.full(local, value, dtype)
-            made = make().astype(dtype)
-            return jnp.pad(made, ((0, 0), (0, local[-1] - made.shape[1]))).reshape(local)
+            made = make()
+            padded = jnp.pad(made, ((0, 0), (0, local[-1] - made.shape[1]))).reshape(local)
+            return self._stored(padded, name, dtype)
 
         spread_out = jax.shard_map(part, mesh=self.mesh, in_specs=(), out_specs=P(self.axis), check_vma=False)
         return jax.jit(spread_out, out_shardings=self.sharding)()
@@ -157,7 +177,9 @@ class Engine:
         number = [name for name, *_ in self.parts_of(spec)].index(part)
         per_row = self.parts_of(spec)[number][1]
         shards = self.plan.shards(spec)
-        array = np.asarray(tables[table][number].astype(jnp.float32)).reshape(self.plan.chips, -1)
+        stored = tables[table][number]
+        floats = from_words(stored) if self.words and part == WEIGHT else stored.astype(jnp.float32)
+        array = np.asarray(floats).reshape(self.plan.chips, -1)
         width = 1 if per_row else array.shape[1] // shards.per_chip
         rows = array[:, : shards.per_chip * width].reshape(shards.stored, width)
         return rows[shards.positions(np.arange(spec.rows), np), : 1 if per_row else spec.dim]
@@ -183,7 +205,8 @@ class Engine:
         flat[shards.positions(np.arange(spec.rows), np), : wanted[1]] = values
         full = np.full((self.plan.chips, rows // self.plan.chips * int(np.prod(rest))), value, np.float32)
         full[:, : shards.per_chip * width] = flat.reshape(self.plan.chips, -1)
-        return jax.device_put(jnp.asarray(full.reshape(rows, *rest), dtype), self.sharding)
+        stored = self._stored(jnp.asarray(full.reshape(rows, *rest)), part, dtype)
+        return jax.device_put(stored, self.sharding)
 
     # The step
 
@@ -204,7 +227,9 @@ class Engine:
             found = look_up(weights, [each.rows for each in asked], self.ring)
             out: dict[str, jax.Array] = {}
             for table, rows, each in zip(self.plan.tables, found, asked, strict=True):
-                by_id = spread(rows.reshape(rows.shape[0], -1)[:, : table.dim].astype(jnp.float32), each)
+                wide = rows.reshape(rows.shape[0], -1)
+                floats = from_words(wide) if self.words else wide.astype(jnp.float32)
+                by_id = spread(floats[:, : table.dim], each)
                 for feature, part in self._apart(table, by_id, inputs):
                     gains = _gains(inputs[feature.name], table.rows, table.combiner)
                     out[feature.name] = jnp.sum(part * gains[..., None], axis=1)
@@ -248,7 +273,9 @@ class Engine:
             bring_home = shift.bring_home
             if self.form == "kernel":
                 per_row = [[flag for _, flag, *_ in self.parts_of(table)] for table in self.plan.tables]
-                bring_home = functools.partial(kernel.bring_home, per_row=per_row, interpret=self.interpret)
+                bring_home = functools.partial(
+                    kernel.bring_home, per_row=per_row, words=self.words, interpret=self.interpret
+                )
             new = bring_home(states, loads, sums, steps, numbers, self.ring)
             return {table.name: state for table, state in zip(self.plan.tables, new, strict=True)}
 

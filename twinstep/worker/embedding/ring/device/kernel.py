@@ -2,7 +2,8 @@
 
 The other form of `shift.py`'s two functions, with the same numbers. Slots ascend by position, so those of one chip's
 rows stand side by side, and a chip touches no others. Tables stay in HBM as [R, 1, D], D a multiple of 128, so that a
-row is a tile's own; one number a row is held [R / 128, 1, 128], and in VMEM while a kernel runs.
+row is a tile's own; one number a row is held [R / 128, 1, 128], and in VMEM while a kernel runs. Rows of bfloat16 are
+words: `words.py`.
 
 # Shapes as in `legs.py` and `rows.py`.
 """
@@ -22,9 +23,11 @@ from jax.experimental.pallas import tpu as pltpu
 from twinstep.worker.embedding.ring.device.legs import LANES, Leg, Road, between, copy, legs_of, own_slots
 from twinstep.worker.embedding.ring.device.rows import Load, Ring, Values, along
 from twinstep.worker.embedding.ring.device.shift import Rule
+from twinstep.worker.embedding.ring.device.words import from_words, to_words
 
 GROUP = 8  # rows that are updated at once
 LINES_LIMIT = 24 << 20  # bytes of VMEM for what is one number a row
+DTYPES = ("float32", "bfloat16")
 BARRIER = 11  # its number, which kernels of other kinds must not share
 
 
@@ -37,8 +40,8 @@ def why_not(dim: int, dtype: str, per_row: Sequence[bool] = (), rows: int = 0) -
         per_row: of each slot of the optimizer, whether it is one number a row.
         rows: R.
     """
-    if dtype != "float32":
-        return f"rows of {dtype} share words, and are not copied one by one"
+    if dtype not in DTYPES:
+        return f"its rows are {dtype}; they take {' and '.join(DTYPES)}"
     if dim > 16 * LANES:
         return f"it has {dim} columns, and rows of more than {16 * LANES} do not fit beside each other in VMEM"
     lines = sum(per_row) * -(-rows // LANES) * LANES * 4
@@ -47,9 +50,20 @@ def why_not(dim: int, dtype: str, per_row: Sequence[bool] = (), rows: int = 0) -
     return None
 
 
-def stored_shape(rows: int, chips: int, dim: int, *, per_row: bool) -> tuple[int, int, int]:
-    """Return the shape over all chips of a part of a table with R rows on each."""
-    return (chips * -(-rows // LANES), 1, LANES) if per_row else (chips * rows, 1, -(-dim // LANES) * LANES)
+def stored_shape(rows: int, chips: int, dim: int, *, per_row: bool, dtype: str = "float32") -> tuple[int, int, int]:
+    """Return the shape over all chips of a part of a table with R rows on each, as floats: words have half as many.
+
+    Args:
+        rows: R.
+        chips: N.
+        dim: D.
+        per_row: whether it is one number a row.
+        dtype: of the table's rows, which is not that of its other parts.
+    """
+    if per_row:
+        return chips * -(-rows // LANES), 1, LANES
+    lanes = LANES * (2 if dtype == "bfloat16" else 1)
+    return chips * rows, 1, -(-dim // lanes) * lanes
 
 
 def _hbm(count: int) -> list[pl.BlockSpec]:
@@ -226,6 +240,7 @@ def bring_home(
     ring: Ring,
     *,
     per_row: Sequence[Sequence[bool]],
+    words: bool = False,
     interpret: Any = False,
 ) -> list[Values]:
     """`shift.bring_home` of states [R, 1, D], or [R / 128, 1, 128] where they are one number a row; one sum a table.
@@ -235,6 +250,7 @@ def bring_home(
 
     Args:
         per_row: of each state of each table, whether it is one number a row; the first, the table itself, is not.
+        words: whether tables' rows are words of two bfloat16; rules are given floats.
     """
     legs = legs_of([each.rows.shape[0] for each in loads], [each[0].shape[0] for each in states], ring.chips)
     headers = [leg.header_of(*loads[leg.table]) for leg in legs]
@@ -244,7 +260,7 @@ def bring_home(
     scalars = [jnp.asarray(each, jnp.float32).reshape(1) for each in jax.tree.leaves(list(numbers))]
     packed = jnp.concatenate([*scalars, jnp.zeros(1, jnp.float32)])
     flat = [each for state in states for each in state]
-    update = _Update(legs, ring, per_row, rules, [len(each) for each in numbers])
+    update = _Update(legs, ring, per_row, rules, [len(each) for each in numbers], words)
     first = 2 * len(legs) + 1
     call = pl.pallas_call(
         update.run,
@@ -279,8 +295,9 @@ class _Update:
         per_row: Sequence[Sequence[bool]],
         rules: Sequence[Rule],
         counts: Sequence[int],
+        words: bool,
     ) -> None:
-        self._legs, self._ring, self._rules, self._counts = legs, ring, rules, counts
+        self._legs, self._ring, self._rules, self._counts, self._words = legs, ring, rules, counts, words
         self._by_row = [each for flags in per_row for each in flags]
         starts = [sum(map(len, per_row[:table])) for table in range(len(per_row))]
         self._mine = [range(at, at + len(flags)) for at, flags in zip(starts, per_row, strict=True)]
@@ -365,8 +382,12 @@ class _Update:
         table = self._legs[number].table
         at = sum(self._counts[:table])
         numbers = tuple(self._numbers[at + each] for each in range(self._counts[table]))
-        state = tuple(self._rows[s][:, :, :1] if self._by_row[s] else self._rows[s][...] for s in mine)
-        new = self._rules[table]((self._sums[number][...],), state, numbers)
+        state = [self._rows[s][:, :, :1] if self._by_row[s] else self._rows[s][...] for s in mine]
+        if self._words:
+            state[0] = from_words(state[0])
+        new = list(self._rules[table]((self._sums[number][...],), tuple(state), numbers))
+        if self._words:
+            new[0] = to_words(new[0])
         for s, value in zip(mine, new, strict=True):
             self._rows[s][...] = jnp.broadcast_to(value, self._rows[s].shape).astype(self._rows[s].dtype)
 
