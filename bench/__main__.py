@@ -50,7 +50,9 @@ BENCHES = {
         "train steps compiled for TPU slices by the TPU compiler: seconds, memory, traffic, overlap",
         parts=True,
     ),
-    "preflight": Bench("bench.preflight", "a device's memory: the analytic model against the TPU compiler's report"),
+    "preflight": Bench(
+        "bench.preflight", "a device's memory: the analytic model against the TPU compiler's report", parts=True
+    ),
     "sparse": Bench("bench.sparse", "a table of 1,000,000 × 64 by Adagrad: eager, its sparse gradients, ours"),
     "table-size": Bench("bench.table_size", "the same step with 2,000,000 and with 20,000 rows: time and memory"),
     "checkpoint": Bench("bench.checkpoint", "saving and restoring, beside the disk; stall and resume of a run"),
