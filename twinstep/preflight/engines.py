@@ -16,11 +16,12 @@ from twinstep.preflight.frequency import different_rows
 from twinstep.preflight.parameters import Parameter
 from twinstep.preflight.report import Part, Problem
 from twinstep.preflight.shapes import DataShape
-from twinstep.preflight.state import Held, held, is_quiet, slots_of
-from twinstep.preflight.tiles import LANES, tiled_bytes
+from twinstep.preflight.state import Held, dense_tables, held, is_quiet, slots_of
+from twinstep.preflight.tiles import LANES, is_copied, line_bytes, tiled_bytes
 from twinstep.preflight.tokens import SPARSE_ROWS_PER_ID, batch_ids, batch_samples
 from twinstep.preflight.words import gib
 from twinstep.spec.job import JobSpec
+from twinstep.spec.placement import is_line
 from twinstep.spec.sparsecore import GENERATIONS
 from twinstep.spec.sparsecore_memory import DeviceBytes, Generation, StackShape, device_bytes
 from twinstep.spec.topology import TPUS
@@ -107,11 +108,12 @@ def _ring(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], where: 
     tables = [each for each in found if each.role == "table"]
     asked = spec.optimizers.sparse
     slots, _ = slots_of(asked)
-    state = list(rest)
+    state, dense, copied = list(rest), dense_tables(spec, shape, found), is_copied(spec.model.embedding_dim)
     for table in tables:
         rows, width = -(-table.shape[0] // where.devices), table.shape[1]
-        mine, whole = tiled_bytes((rows, width)), table.count * FLOAT
-        state.append(Held(table.name, "table", whole, mine, split=True))
+        lined = is_line(width) and table.name not in dense
+        mine, whole = (line_bytes if lined else tiled_bytes)((rows, width)), table.count * FLOAT
+        state.append(Held(table.name, "table", whole, mine, split=True, copied=copied and not lined))
         if slots:
             state.append(Held(f"slots of {table.name}", "table optimizer", whole * slots, mine * slots, split=True))
         if asked.kind == "rowwise_adagrad":
@@ -142,7 +144,8 @@ def _sparsecore(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], w
         whole = prod(parameter.shape) * FLOAT
         mine = device_bytes(generation, [replace(stack, slots=0)]).tables
         name = f"table {table.name}"
-        state.append(Held(parameter.name, "table", whole, mine, split=True))
+        copied = per_row and parameter.shape[-1] % LANES != 0  # a row-wise rule runs on the TensorCore
+        state.append(Held(parameter.name, "table", whole, mine, split=True, copied=copied))
         if per_row:
             mine = device_bytes(generation, [replace(stack, slots=0, width=1)]).tables
             state.append(Held(f"slots of {name}", "table optimizer", whole // parameter.shape[-1], mine, split=True))

@@ -15,7 +15,7 @@ from twinstep.preflight.parameters import Parameter
 from twinstep.preflight.report import Part, Problem
 from twinstep.preflight.shapes import DataShape
 from twinstep.preflight.state import Held, batch_bytes
-from twinstep.preflight.tiles import LANES, is_copied
+from twinstep.preflight.tiles import LANES
 from twinstep.preflight.tokens import (
     Work,
     attention_is_fused,
@@ -166,24 +166,16 @@ def _program(spec: JobSpec, shape: DataShape, work: Work, where: Where) -> int:
 
 
 def _table_copy(spec: JobSpec, state: tuple[Held, ...], where: Where) -> int:
-    """Return the widest copy of a table that a TPU's step makes (`is_copied`); others follow one another."""
-    width = spec.model.embedding_dim
-    if where.kind != "tpu" or not copies_tables(spec):
-        return 0
-    rows = [each.bytes // (width * FLOAT) for each in state if each.role == "table"]
-    times = 1
-    if spec.embedding.engine == "sparsecore":  # the table, its new rows on v5p, and what the rule keeps of each row
-        times = 3 if getattr(spec.accelerator, "generation", "") == "v5p" else 2
-    return times * max(rows, default=0) * (width + -width % LANES) * FLOAT
-
-
-def copies_tables(spec: JobSpec) -> bool:
-    """Say whether a TPU's step copies tables, which a ring gathers from as a dense step does (`is_copied`).
+    """Return the widest copy of a table that a TPU's step makes; others follow one another.
 
     SparseCores update rows where they lie, elementwise; a row-wise rule runs on the TensorCore, for which a table is
     copied into whole lanes (v5p: and back). Held to libtpu 0.0.42.1 by tests/unit/embedding/test_sparsecore_tpu.py.
     """
-    width, rowwise = spec.model.embedding_dim, spec.optimizers.sparse.kind == "rowwise_adagrad"
-    copied = is_copied(width)
-    engines = {"dense": copied, "ring": copied, "sparsecore": rowwise and width % LANES != 0}
-    return engines.get(spec.embedding.engine, False)
+    width = spec.model.embedding_dim
+    if where.kind != "tpu":
+        return 0
+    rows = [each.bytes // (width * FLOAT) for each in state if each.copied]
+    times = 1
+    if spec.embedding.engine == "sparsecore":  # the table, its new rows on v5p, and what the rule keeps of each row
+        times = 3 if getattr(spec.accelerator, "generation", "") == "v5p" else 2
+    return times * max(rows, default=0) * (width + -width % LANES) * FLOAT

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from twinstep.preflight.chips import ChipFacts, Where
 from twinstep.preflight.frequency import different_rows
-from twinstep.preflight.memory import Memory, copies_tables
+from twinstep.preflight.memory import Memory
 from twinstep.preflight.parameters import ACTION_DIM
 from twinstep.preflight.report import Bound, StepTime
 from twinstep.preflight.shapes import DataShape
@@ -134,9 +134,9 @@ def hbm_traffic(spec: JobSpec, shape: DataShape, memory: Memory, work: Work) -> 
 def copied_bytes(spec: JobSpec, memory: Memory, where: Where) -> float:
     """Return bytes that a TPU moves to copy tables of narrow rows into whole lanes, and to update them as they lie."""
     width = spec.model.embedding_dim
-    if where.kind != "tpu" or not copies_tables(spec):
+    if where.kind != "tpu":
         return 0.0
-    tables = sum(each.bytes for each in memory.state if each.role == "table")
+    tables = sum(each.bytes for each in memory.state if each.copied)
     return tables * (2 + (width + -width % LANES) / width)
 
 

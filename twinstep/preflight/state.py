@@ -13,7 +13,8 @@ from math import prod
 from twinstep.preflight.chips import Where
 from twinstep.preflight.parameters import Parameter
 from twinstep.preflight.shapes import DataShape
-from twinstep.preflight.tiles import tiled_bytes
+from twinstep.preflight.tiles import is_copied, tiled_bytes
+from twinstep.preflight.tokens import SPARSE_ROWS_PER_ID, batch_ids
 from twinstep.spec.job import JobSpec
 from twinstep.spec.optimizers import OptimizerSpec
 from twinstep.spec.placement import SHARD_BYTES, SLICE_SHARD_BYTES, Mesh, Placed, Placement, place
@@ -39,6 +40,8 @@ class Held:
     bytes: int
     """Bytes of the device's part, with padding."""
     split: bool
+    copied: bool = False
+    """Whether a TPU's step copies it into whole lanes (`tiles.is_copied`)."""
 
 
 def slots_of(spec: OptimizerSpec) -> tuple[int, bool]:
@@ -53,6 +56,16 @@ def is_quiet(spec: JobSpec) -> bool:
     decays = asked.weight_decay > 0 and asked.kind != "rowwise_adagrad"
     return (
         asked.kind in QUIET and not asked.momentum and not decays and (wanted is None or "sparse_embedding" in wanted)
+    )
+
+
+def dense_tables(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...]) -> frozenset[str]:
+    """Return the names of tables whose rows a step reads and writes all: with few rows for a batch's ids, or all."""
+    ids, tables, quiet = batch_ids(spec, shape), [each for each in found if each.role == "table"], is_quiet(spec)
+    return frozenset(
+        each.name
+        for each, table in zip(tables, shape.tables, strict=True)
+        if not quiet or table.rows <= SPARSE_ROWS_PER_ID * ids[table.name]
     )
 
 
@@ -105,6 +118,7 @@ def held(spec: JobSpec, found: tuple[Parameter, ...], place_: Where) -> tuple[He
             each.bytes,
             _local(each, cut, extra, place_.devices, tiled=tiled),
             cut is not None,
+            tiled and roles.get(each.name) == "table" and is_copied(each.shape[1]),
         )
         for each, cut, extra in zip(inputs, map(_cut, where.specs), where.extra, strict=True)
     )

@@ -24,11 +24,17 @@ def tiled_bytes(shape: tuple[int, ...], itemsize: int = 4) -> int:
     return itemsize * prod(lead) * min(_tiles(rows, columns), _tiles(columns, rows))
 
 
-def is_copied(width: int) -> bool:
-    """Say whether a step copies a table of rows so wide into whole lanes, to gather rows of it.
+def line_bytes(shape: tuple[int, ...], itemsize: int = 4) -> int:
+    """Return the bytes of rows that lie in whole lines of their own (`placement.in_lines`)."""
+    rows, width = shape
+    return itemsize * _up(rows, min(SUBLANES, 1 << (max(rows, 1) - 1).bit_length())) * _up(width, LANES)
 
-    A table whose rows are no whole lanes lies by columns, so that no lane is wasted. The compiler gathers from it as it
-    lies where whole lanes would take more than twice as much, and copies it otherwise; measured for v5p, v6e and v7x.
+
+def is_copied(width: int) -> bool:
+    """Say whether a step copies a table of such width, which lies by columns, into whole lanes to gather rows of it.
+
+    The compiler lays a table so whose rows are no whole lanes, and no lane is wasted. It gathers from it as it lies
+    where whole lanes would take more than twice as much, and copies it otherwise; measured for v5p, v6e and v7x.
     """
     return width % LANES != 0 and _up(width, LANES) <= 2 * width
 

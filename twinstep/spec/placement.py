@@ -107,12 +107,31 @@ class Placed:
     by_rows: bool = False
     """Whether it may be held with rows added at its end, which nothing sees."""
     ring: bool = False
-    """Whether it is a table that is split along its rows whatever its size."""
+    """Whether it is a table that is split along its rows whatever its size, or what is kept of such a table's rows."""
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.itemsize
+
+
+LANES = 128
+"""Numbers side by side in a line of a TPU's memory."""
+
+
+def in_lines(each: Placed) -> bool:
+    """Say whether a TPU holds each row of a tensor in a whole line of its own.
+
+    XLA lays a tensor of narrow rows by columns, so that no lane is wasted; a ring's step, which reads and writes rows,
+    then turns all of it around, at every hop. Where lines take at most twice as much, a program asks for them from the
+    start. Narrower rows are read as they lie, which the compiler prefers itself.
+    """
+    return each.by_rows and each.ring and len(each.shape) == 2 and is_line(each.shape[1])
+
+
+def is_line(width: int) -> bool:
+    """Say whether a row of this many numbers fills half a line or more, and not all of it."""
+    return LANES <= 2 * width < 2 * LANES
 
 
 @dataclass(frozen=True, slots=True)

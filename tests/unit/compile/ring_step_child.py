@@ -6,6 +6,7 @@ Arguments: names of cases. Prints one line of JSON a case: its name and what was
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import sys
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jax.experimental.pallas import tpu as pltpu
 from torch import Tensor, nn
 
 from twinstep.spec.errors import CompileError
 from twinstep.spec.parse import validate_spec
 from twinstep.worker.compile import StepCompiler
+from twinstep.worker.compile.lower import layout, xla_ring
 from twinstep.worker.compile.strategies import DEFAULT_STRATEGIES, RingEmbedding
 from twinstep.worker.data.batch import BATCH_DIMS
 from twinstep.worker.data.datasets import load_dataset
@@ -107,6 +110,7 @@ def looked_at(compiled: StepCompiler, batch: Any, model: nn.Module, theirs: nn.M
         "tables": sorted(
             name for name, _ in model.named_parameters() if "embeddings." in name or name.startswith("table")
         ),
+        "lines": sum(backend.layout.lines),
         "permutes": len(re.findall(r"collective-permute(-start)?\(", text)),
         "explained": str(runner.explain()),
     }
@@ -115,15 +119,15 @@ def looked_at(compiled: StepCompiler, batch: Any, model: nn.Module, theirs: nn.M
 class Small(nn.Module):
     """Two tables, one that devices do not divide; one is looked up by what the other gave."""
 
-    def __init__(self, odd: int) -> None:
+    def __init__(self, odd: int, width: int = 8) -> None:
         super().__init__()
-        self.table = nn.Embedding(64, 8)
+        self.table = nn.Embedding(64, width)
         self.table_too = nn.Embedding(40 + odd, 4)
-        self.head = nn.Linear(12, 1)
+        self.head = nn.Linear(width + 4, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.table(ids)
-        more = (rows.detach().sum(-1).abs() * 1000).to(torch.int64) % 40
+        more = (rows.detach()[..., :8].sum(-1).abs() * 1000).to(torch.int64) % 40
         return self.head(torch.cat([rows.sum(1), self.table_too(more).sum(1)], dim=-1)).squeeze(-1)
 
 
@@ -146,10 +150,28 @@ MAKERS: dict[str, Any] = {
 }
 
 
-def small(kind: str, odd: int, devices: int) -> Any:
+def by_kernel(kind: str, devices: int) -> Any:
+    """Train the small model as on a TPU: its first table's rows in lines, which the kernel looks up, interpreted."""
+    plain, called = xla_ring.RingOn.of, []
+
+    def of(*given: Any) -> Any:
+        made = plain(*given)
+        lined = frozenset(slot for slot in made.by_rows if given[0].example[slot].shape == (64, 64))
+        return dataclasses.replace(made, one_line=lined, lined=lined, interpret=pltpu.InterpretParams())
+
+    def look_up(*given: Any, **more: Any) -> Any:
+        called.append(given)
+        return kernel(*given, **more)
+
+    kernel, xla_ring.kernel.look_up = xla_ring.kernel.look_up, look_up
+    xla_ring.RingOn.of, layout.LINED = of, "cpu"  # type: ignore[method-assign]
+    return {**small(kind, 0, devices, width=64), "kernels": len(called)}
+
+
+def small(kind: str, odd: int, devices: int, width: int = 8) -> Any:
     """Train the small model; or say why it is refused."""
     torch.manual_seed(0)
-    model = Small(odd)
+    model = Small(odd, width)
     theirs = copy.deepcopy(model)
     steppers = []
     for backend, each in (("xla", model), ("eager", theirs)):
@@ -185,6 +207,8 @@ def run(name: str) -> Any:
     what, devices, kind = name.split("/")[:3]
     if what in (specs := {"dlrmv3": DLRMV3, "dlrm": DLRM, "own": OWN}):
         return of_a_spec(specs[what], int(devices), kind)
+    if what == "kernel":
+        return by_kernel(kind, int(devices))
     return small(kind, int(name.split("/")[3]), int(devices))
 
 

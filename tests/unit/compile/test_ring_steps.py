@@ -21,6 +21,7 @@ from twinstep.worker.train.asked import strategies_of
 pytestmark = pytest.mark.timeout(960)
 CHILD = Path(__file__).with_name("ring_step_child.py")
 QUICK = ("small/8/sgd/0", "small/4/adagrad/3", "small/8/rowwise_adagrad/0", "small/4/adam/0", "small/4/adam/3")
+KERNEL = "kernel/2/adagrad"
 SPECS = ("dlrmv3/4/rowwise_adagrad", "dlrm/8/adagrad")
 # DLRMv3 takes no element-wise Adagrad: its first update of a gradient near 0 is the sign of rounding, times the rate.
 MORE = ("own/4/rowwise_adagrad", "dlrmv3/8/rowwise_adagrad", "dlrm/4/sgd", "dlrmv3/4/sgd", "dlrm/8/rowwise_adagrad")
@@ -31,6 +32,7 @@ def run(*cases: str) -> dict[str, Any]:
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
+        "NPROC": "16",  # interpreted kernels wait for each other on threads of a pool of this size
         "PYTHONPATH": str(CHILD.parents[3]),
     }
     done = subprocess.run(
@@ -42,7 +44,7 @@ def run(*cases: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return run(*QUICK, *SPECS)
+    return run(*QUICK, *SPECS, KERNEL)
 
 
 def holds(case: dict[str, Any]) -> None:
@@ -67,6 +69,12 @@ def test_a_specs_step_around_a_ring_is_its_eager_step(found: dict[str, Any], nam
 @pytest.mark.parametrize("name", MORE)
 def test_more_specs_steps_around_a_ring_are_eager_steps(name: str) -> None:
     holds(run(name)[name])
+
+
+def test_a_step_whose_rows_are_lines_looks_them_up_by_the_kernel(found: dict[str, Any]) -> None:
+    assert found[KERNEL]["kernels"] == 1
+    assert found[KERNEL]["lines"] == 2, "the table of 64 columns, and what Adagrad keeps of it"
+    holds(found[KERNEL])
 
 
 def test_tables_are_updated_where_they_are(found: dict[str, Any]) -> None:

@@ -174,7 +174,7 @@ class Inputs:
                 itemsize=node.meta["val"].element_size(),
                 of=_owner(slot),
                 by_rows=rows_only,
-                ring=ring is not None and slot.role == "parameter" and ring.names(slot.name),
+                ring=ring is not None and ring.names(slot.name if slot.role == "parameter" else _owner(slot)),
             )
             for slot, node, rows_only in zip(
                 captured.context.slots, state, by_rows(captured.graph, captured.num_state), strict=True

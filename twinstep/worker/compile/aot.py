@@ -27,7 +27,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from twinstep.spec.errors import CompileError, UnavailableError
-from twinstep.spec.placement import Mesh, Placement, Spec, place
+from twinstep.spec.placement import Mesh, Placed, Spec, in_lines, place
 from twinstep.spec.slices import Slice, parse_slice
 from twinstep.worker.compile.annotate import Inputs, Spread
 from twinstep.worker.compile.aot_report import AotReport, Cuts, Effort
@@ -111,12 +111,14 @@ def compile_ahead(
     compiler, started = StepCompiler(train_step, model, optimizer, backend="xla", **options), time.perf_counter()
     state, ops = compiler.state, xla_trace.decompositions()
     captured = capture(train_step, state, optimizer, example_batch, ops, backend="xla", strategies=resolve(strategies))
-    capture_seconds, placed = time.perf_counter() - started, place_state(captured, mesh)
+    capture_seconds, inputs = time.perf_counter() - started, state_of(captured)
+    placed = place(inputs, mesh)
     dims = {name: batch_dimension(leaf, size) for name, leaf in zip(names, leaves, strict=True)}
     cuts = Cuts(
         state=tuple(map(split_dimension, placed.specs)),
         extra=placed.extra,
         batch=tuple((dims if batch_dims is None else batch_dims).get(name) for name in names),
+        lines=tuple(map(in_lines, inputs)),
     )
     program = tpu.compile_for(captured, cuts, target, effort, mesh=chips, around=engine)
     key = slice_key(compiler.key(example_batch, sizes=sizes), target.name)
@@ -199,9 +201,9 @@ def batch_dimension(leaf: Tensor, batch_size: int) -> int | None:
     return next((dim for dim, size in enumerate(leaf.shape) if size and size % batch_size == 0), None)
 
 
-def place_state(captured: Captured, mesh: Mesh) -> Placement:
-    """Return where the state of a captured step lives on a mesh."""
-    return place(Inputs.of(captured, Spread(batch_dims={})).placed[: captured.num_state], mesh)
+def state_of(captured: Captured) -> tuple[Placed, ...]:
+    """Return the state of a captured step as the rules of placement see it."""
+    return Inputs.of(captured, Spread(batch_dims={})).placed[: captured.num_state]
 
 
 def split_dimension(spec: Spec) -> int | None:

@@ -24,6 +24,8 @@ class Cuts:
     extra: tuple[int, ...]
     """Rows added to each tensor of the state, so that the devices divide them; a step does not see them."""
     batch: tuple[int | None, ...]
+    lines: tuple[bool, ...] = ()
+    """Of each tensor of the state, whether its rows lie in whole lines (`placement.in_lines`); empty: none does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

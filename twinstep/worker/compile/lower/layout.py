@@ -11,18 +11,27 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as Order
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from twinstep.spec.errors import CompileError
-from twinstep.spec.placement import Spec, place
+from twinstep.spec.placement import Spec, in_lines, place
 from twinstep.worker.compile.annotate import Inputs, Spread
 from twinstep.worker.compile.padding import by_rows
 
 if TYPE_CHECKING:
     from twinstep.worker.compile.capture import Captured
-    from twinstep.worker.compile.lower.xla_ring import RingOn
+    from twinstep.worker.compile.lower.ring_on import RingOn
 
 Specs = tuple[Spec, ...]
+LINED = "tpu"
+"""The platform on which rows may lie in lines."""
+
+
+def lines(sharding: NamedSharding) -> Format:
+    """Return a sharding whose rows lie in whole lines of their own, as `placement.in_lines` wants them on a TPU."""
+    return Format(Order(major_to_minor=(0, 1)), sharding)
 
 
 class Layout:
@@ -38,6 +47,8 @@ class Layout:
         """Of the state, once a program was lowered or loaded; all programs share it."""
         self.extra: tuple[int, ...] = ()
         """Rows that are added to each tensor of the state, zeros, so that devices divide them."""
+        self.lines: tuple[bool, ...] = ()
+        """Of each tensor of the state, whether its rows lie in whole lines; empty: none does."""
         self._mesh: Mesh | None = None
         mesh, there = spread.mesh, jax.devices()
         if mesh is None:
@@ -68,27 +79,30 @@ class Layout:
         """
         if self._mesh is None or self._spread.mesh is None:
             return ()
-        found = place(Inputs.of(captured, self._spread).placed, self._spread.mesh)
+        placed = Inputs.of(captured, self._spread).placed
+        found = place(placed, self._spread.mesh)
         if not self.state:
             self.state, self.extra = found.specs[: captured.num_state], found.extra[: captured.num_state]
+            if self.devices()[0].platform == LINED:
+                self.lines = tuple(map(in_lines, placed[: captured.num_state]))
         return found.specs[captured.num_state :]
 
-    def take(self, state: Specs, extra: tuple[int, ...]) -> None:
+    def take(self, state: Specs, extra: tuple[int, ...], in_lines: tuple[bool, ...] = ()) -> None:
         """Place the state as a program from disk wants it.
 
         Raises:
             CompileError: a program was there before that placed it in another way.
         """
-        if self.state and (self.state, self.extra) != (state, extra):
+        if self.state and (self.state, self.extra, self.lines) != (state, extra, in_lines):
             raise CompileError("the program places the state otherwise", remedy="it is compiled again")
-        self.state, self.extra = state, extra
+        self.state, self.extra, self.lines = state, extra, in_lines
 
     def hold(self, arrays: Iterable[jax.Array], first: int = 0) -> list[jax.Array]:
         """Bring tensors of the state, from slot `first` on, to where they live, with the rows that are added."""
         if self._mesh is None:
             return list(arrays)
         padded = [add_rows(array, self.extra[slot]) for slot, array in enumerate(arrays, first)]
-        return self.put(padded, self.state[first : first + len(padded)])
+        return [self._put(array, self._slot(first + at)) for at, array in enumerate(padded)]
 
     def splits(self, slot: int) -> bool:
         """Say whether a tensor of the state is split along its rows."""
@@ -132,27 +146,26 @@ class Layout:
         Raises:
             CompileError: a table that was named for it is not split by rows.
         """
-        from twinstep.worker.compile.lower.xla_ring import RingOn  # with torchax, which lowering alone wants
+        from twinstep.worker.compile.lower.ring_on import RingOn  # with torchax, which lowering alone wants
 
-        return RingOn.of(captured, self._mesh, self.state)
+        return RingOn.of(captured, self._mesh, self.state, self.lines)
 
     def put(self, arrays: Iterable[jax.Array], specs: Specs) -> list[jax.Array]:
         """Bring arrays to where they live."""
         if self._mesh is None:
             return list(arrays)
-        return [self._put(array, spec) for array, spec in zip(arrays, specs, strict=True)]
+        return [self._put(array, self._sharding(spec)) for array, spec in zip(arrays, specs, strict=True)]
 
     def everywhere(self, array: jax.Array) -> jax.Array:
         """Bring an array to every device."""
-        return array if self._mesh is None else self._put(array, ())
+        return array if self._mesh is None else self._put(array, self._sharding(()))
 
-    def _put(self, array: Any, spec: Spec) -> Any:
-        sharding = self._sharding(spec)
+    def _put(self, array: Any, sharding: NamedSharding | Format) -> Any:
         if not several():
             return jax.device_put(array, sharding)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             words = np.asarray(jax.random.key_data(array))
-            return jax.random.wrap_key_data(self._put(words, ()))
+            return jax.random.wrap_key_data(self._put(words, sharding))
         whole = np.asarray(array)  # each process has all of it, and brings its devices' part
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
@@ -167,7 +180,12 @@ class Layout:
         if self._mesh is None:
             return None
         outputs = self._sharding(()) if several() else None  # each process reads them
-        return [self._sharding(spec) for spec in self.state], outputs, self._sharding(())
+        return [self._slot(slot) for slot in range(len(self.state))], outputs, self._sharding(())
+
+    def _slot(self, slot: int) -> NamedSharding | Format:
+        """Return where a tensor of the state lives, and how."""
+        sharding = self._sharding(self.state[slot])
+        return lines(sharding) if self.lines and self.lines[slot] else sharding
 
     def _sharding(self, spec: Spec) -> NamedSharding:
         assert self._mesh is not None, "only arrays on a mesh have a sharding"  # noqa: S101

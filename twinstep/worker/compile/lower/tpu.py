@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _hlo, _jax  # type: ignore[attr-defined]
 from torch import Tensor
@@ -30,11 +31,12 @@ from twinstep.worker.compile.aot_report import Cuts, Effort, HbmBytes
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.hlo import HloText, parse_hlo, with_entry
 from twinstep.worker.compile.lower import pallas_attention, xla_attention
+from twinstep.worker.compile.lower.layout import lines
+from twinstep.worker.compile.lower.ring_on import RingOn
 from twinstep.worker.compile.lower.tpu_traffic import traffic
 from twinstep.worker.compile.lower.tpu_words import in_plain_words
 from twinstep.worker.compile.lower.xla import parts_of
 from twinstep.worker.compile.lower.xla_around import with_around
-from twinstep.worker.compile.lower.xla_ring import RingOn
 from twinstep.worker.compile.lower.xla_trace import as_jax, result_dtypes
 from twinstep.worker.compile.overlap import overlap
 
@@ -81,7 +83,7 @@ def compile_for(
     """
     mesh = mesh or slice_mesh(target)
     arguments = _arguments(captured, cuts, mesh, given=0 if around is None else around.given)
-    ring = RingOn.of(captured, mesh, [(AXIS,) if dim == 0 else () for dim in cuts.state])
+    ring = RingOn.of(captured, mesh, [(AXIS,) if dim == 0 else () for dim in cuts.state], cuts.lines)
     donated: tuple[int, ...] = (0,)
     function, results = as_jax(captured, ring=ring), _results(arguments, mesh)
     if around is not None:
@@ -134,7 +136,8 @@ def written(
         tuple(axis if at == dim else None for at in range(leaf.dim()))
         for leaf, dim in zip(leaves, cuts.batch[: len(leaves)], strict=True)
     )
-    return parts_of(executable, result_dtypes(captured), (placed.specs, placed.extra, batch), [])
+    places = (placed.specs, placed.extra, batch, cuts.lines)
+    return parts_of(executable, result_dtypes(captured), places, [])
 
 
 def slice_mesh(target: Slice) -> Mesh:
@@ -154,10 +157,11 @@ def slice_mesh(target: Slice) -> Mesh:
 
 
 def _arguments(captured: Captured, cuts: Cuts, mesh: Mesh, *, given: int = 0) -> tuple[Any, ...]:
-    def shape(tensor: Tensor, dim: int | None, extra: int = 0) -> jax.ShapeDtypeStruct:
+    def shape(tensor: Tensor, dim: int | None, extra: int = 0, whole: bool = False) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(t2j_dtype(tensor.dtype))
         sizes = (tensor.shape[0] + extra, *tensor.shape[1:]) if extra else tuple(tensor.shape)
-        return _struct(sizes, dtype, NamedSharding(mesh, _spec(dim)))
+        sharding = NamedSharding(mesh, _spec(dim))
+        return _struct(sizes, dtype, lines(sharding) if whole else sharding)
 
     def shapes(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[jax.ShapeDtypeStruct]:
         return [shape(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True)]
@@ -167,7 +171,7 @@ def _arguments(captured: Captured, cuts: Cuts, mesh: Mesh, *, given: int = 0) ->
     batch = captured.example[batch_at : batch_at + captured.num_batch]
     key = jax.eval_shape(lambda: jax.random.key(0))
     return (
-        list(map(shape, captured.example[:rates_at], cuts.state, cuts.extra)),
+        list(map(shape, captured.example[:rates_at], cuts.state, cuts.extra, cuts.lines or [False] * rates_at)),
         shapes(rates, [None] * len(rates)),
         shapes(batch[: len(batch) - given], cuts.batch[: len(batch) - given]),
         shapes(captured.constants, [None] * len(captured.constants)),
@@ -177,10 +181,10 @@ def _arguments(captured: Captured, cuts: Cuts, mesh: Mesh, *, given: int = 0) ->
 
 def _results(arguments: tuple[Any, ...], mesh: Mesh) -> Any:
     """Return where results live: new state where the old is, or the next step could not take it; outputs wherever."""
-    return [each.sharding for each in arguments[0]], None, NamedSharding(mesh, _spec(None))
+    return [each.format for each in arguments[0]], None, NamedSharding(mesh, _spec(None))
 
 
-def _struct(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _struct(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | Format) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
 

@@ -173,7 +173,7 @@ class XlaBackend:
         """Return the parts `load` makes the program of in another process; None: this XLA cannot write it out."""
         if program.from_cache:
             return None
-        places = (self.layout.state, self.layout.extra, program.batch_specs)
+        places = (self.layout.state, self.layout.extra, program.batch_specs, self.layout.lines)
         try:
             parts = parts_of(program.compiled, program.dtypes, places, program.attention)
             return parts | {"rows": json.dumps(program.rows).encode()}
@@ -194,8 +194,8 @@ class XlaBackend:
             content, taken, given, execution_devices=self.layout.devices()
         )
         dtypes = pickle.loads(parts["dtypes"])  # noqa: S301
-        state_specs, extra, batch_specs = pickle.loads(parts["layout"])  # noqa: S301
-        self.layout.take(state_specs, extra)
+        state_specs, extra, batch_specs, in_lines = pickle.loads(parts["layout"])  # noqa: S301
+        self.layout.take(state_specs, extra, in_lines)
         if not self.arrays:
             self._place_first()
         self.key = self.layout.everywhere(self.key)
@@ -420,12 +420,15 @@ class XlaProgram:
 
 
 def parts_of(
-    compiled: Any, dtypes: list[torch.dtype], places: tuple[Specs, tuple[int, ...], Specs], attention: list[list[int]]
+    compiled: Any,
+    dtypes: list[torch.dtype],
+    places: tuple[Specs, tuple[int, ...], Specs, tuple[bool, ...]],
+    attention: list[list[int]],
 ) -> dict[str, bytes]:
     """Return what `XlaBackend.load` makes a program of.
 
     Args:
-        places: where state lives, rows added to it, where batch leaves live.
+        places: where state lives, rows added to it, where batch leaves live, whose rows lie in lines.
         attention: head widths of the CPU kernels that it calls.
     """
     return {

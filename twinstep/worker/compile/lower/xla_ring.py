@@ -5,7 +5,7 @@
 written), become calls of `embedding/ring/device` under `shard_map`: the optimizer's nodes run on the device that owns a
 row. Left to GSPMD, each device would gather all devices' ids, and rows of all of them.
 
-# Shapes: n ids of a chain over all devices, L of them on one, V rows, D columns.
+# Shapes: n ids of a chain over all devices, L of them on one, V rows, D columns, R rows of a device.
 """
 
 from __future__ import annotations
@@ -18,76 +18,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from torch import fx
 
-from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.capture import Captured
+from twinstep.worker.compile.lower.ring_on import RingOn
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
 from twinstep.worker.compile.partition import copy_graph
 from twinstep.worker.compile.passes.emit import sort_nodes
 from twinstep.worker.compile.passes.row_values import SHAPED, Lookup, find
 from twinstep.worker.compile.strategies import RingEmbedding
-from twinstep.worker.embedding.ring.device import shift
-from twinstep.worker.embedding.ring.device.rows import Named, Ring, Values, add_up, load, named, spread, totals
+from twinstep.worker.embedding.ring.device import kernel, shift
+from twinstep.worker.embedding.ring.device.rows import Named, Values, add_up, load, named, spread, totals
 from twinstep.worker.embedding.ring.plan import Shards
 from twinstep.worker.ops.rows import SUM_ROWS, UNIQUE_ROWS, WRITE_ROWS
 
 aten = torch.ops.aten
-FULL = (aten.full.default, aten.zeros.default)
-
-
-@dataclass(frozen=True, slots=True)
-class RingOn:
-    """The devices of a program as a ring, and which of its state is split by rows over them."""
-
-    mesh: Mesh
-    ring: Ring
-    by_rows: frozenset[int]
-    """Slots of the state."""
-
-    @classmethod
-    def of(cls, captured: Captured, mesh: Mesh | None, specs: Sequence[Sequence[Any]]) -> RingOn | None:
-        """Return it for a captured step that asks for a ring and has a mesh; None: there is none.
-
-        Args:
-            captured: the step.
-            mesh: its devices.
-            specs: of each slot of the state, the axis or axes that each dimension is split over.
-
-        Raises:
-            CompileError: a table that was named for the ring is not split by rows.
-        """
-        wanted = captured.context.strategy(RingEmbedding)
-        if wanted is None or mesh is None or mesh.size == 1:
-            return None
-        by_rows = frozenset(slot for slot, spec in enumerate(specs) if spec and spec[0] is not None)
-        slots = captured.context.slots
-        tables = [slot for slot in range(captured.num_state) if slots[slot].role == "parameter"]
-        for slot in tables:
-            shape = captured.example[slot].shape
-            if len(shape) == 2 and wanted.names(slots[slot].name) and slot not in by_rows:
-                raise _not_split(slots[slot].name, shape[0], mesh.size)
-        names = mesh.axis_names
-        axis = names[0] if len(names) == 1 else tuple(names)
-        on_tpu = mesh.devices.flat[0].platform == "tpu"
-        return cls(mesh, Ring(axis, mesh.size, search="sort" if on_tpu else "scan"), by_rows)
-
-    def on_each(self, local: Callable[..., Any], arguments: tuple[Any, ...], whole: int | None = None) -> Any:
-        """Run `local` on each device's parts of arrays, all split along dimension 0; those at `whole` are not."""
-        split, same = P(self.ring.axis), P()  # type: ignore[no-untyped-call]
-        specs = tuple(same if place == whole else split for place in range(len(arguments)))
-        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=split, check_vma=False)(*arguments)
-
-
-def _not_split(name: str, rows: int, devices: int) -> CompileError:
-    return CompileError(
-        f"{name} cannot be passed around a ring: {devices} devices do not divide its {rows} rows, and its optimizer "
-        "updates all of them or the step reads it whole",
-        remedy=f"give it {-(-rows // devices) * devices} rows (data.rows), or an optimizer that leaves unused rows "
-        "alone: sgd without momentum, adagrad, rowwise_adagrad",
-    )
+FULL, SUBLANES = (aten.full.default, aten.zeros.default), 8  # rows of a tile
 
 
 def route(graph: fx.GraphModule, captured: Captured, on: RingOn) -> None:
@@ -97,7 +43,7 @@ def route(graph: fx.GraphModule, captured: Captured, on: RingOn) -> None:
     looked_up = _route_lookups(graph.graph, tables, on)
     found = [_Chain.of(node, tables) for node in graph.graph.find_nodes(op="call_function", target=UNIQUE_ROWS)]
     chains = [each for each in found if isinstance(each, _Chain)]
-    _route_updates(graph, chains, on)
+    _route_updates(graph, chains, tables, on)
     _route_gradients(graph, [node for node in tables if captured.example[tables[node]].dim() == 2], on)
     written = {table for chain in chains for table in chain.states}
     notes = {
@@ -133,17 +79,18 @@ def _route_lookups(graph: fx.Graph, tables: dict[fx.Node, int], on: RingOn) -> l
         depth[node] = before
     found = list(dict.fromkeys(each.args[0] for wave in waves for each in wave))
     for wave in waves:
-        _route_wave(graph, wave, on)
+        _route_wave(graph, wave, tables, on)
     return found  # type: ignore[return-value]
 
 
-def _route_wave(graph: fx.Graph, wave: Sequence[fx.Node], on: RingOn) -> None:
+def _route_wave(graph: fx.Graph, wave: Sequence[fx.Node], slots: Mapping[fx.Node, int], on: RingOn) -> None:
     order = list(dict.fromkeys(each.args[0] for each in wave))
     rows = [each.meta["val"].shape[0] for each in order]  # type: ignore[union-attr]
     number = [order.index(each.args[0]) for each in wave]
+    by_kernel = [slots[each] in on.one_line for each in order]  # type: ignore[index]
 
     def look_up(tables: Sequence[jax.Array], ids: Sequence[jax.Array]) -> list[jax.Array]:
-        return _look_up(on, tables, ids, rows, number)
+        return _look_up(on, tables, ids, rows, number, by_kernel)
 
     with graph.inserting_before(wave[-1]):
         found = graph.call_function(look_up, (order, [each.args[1] for each in wave]))
@@ -160,6 +107,7 @@ def _look_up(
     ids: Sequence[jax.Array],
     rows: Sequence[int],
     number: Sequence[int],
+    by_kernel: Sequence[bool],
 ) -> list[jax.Array]:
     """Return the rows of each list of ids, [*ids.shape, D]; zeros where an id names none.
 
@@ -169,6 +117,7 @@ def _look_up(
         ids: any integers of any shape.
         rows: V of each table; what it has beyond is padding.
         number: the table of each list of ids.
+        by_kernel: whether the Pallas kernel looks up in a table, else plain JAX; so too where rows fill no whole tiles.
     """
     shards = [Shards(count, on.ring.chips, "block") for count in rows]
     own = [[place for place, each in enumerate(number) if each == table] for table in range(len(tables))]
@@ -178,7 +127,7 @@ def _look_up(
         for table, each in enumerate(shards):
             joined = jnp.concatenate([ids[place] for place in own[table]])
             asked.append(named(each.positions(joined, jnp), each.stored))
-        found = shift.look_up(tables, [each.rows for each in asked], on.ring)
+        found = _around(on, tables, [each.rows for each in asked], by_kernel)
         out: list[Any] = [None] * len(ids)
         for table, rows_asked in enumerate(asked):
             by_id, start = spread(found[table], rows_asked), 0
@@ -190,6 +139,26 @@ def _look_up(
     flat = [_divided(each.reshape(-1), on.ring.chips, -1) for each in ids]
     out = on.on_each(local, (list(tables), flat))
     return [found[: each.size].reshape(*each.shape, -1) for found, each in zip(out, ids, strict=True)]
+
+
+def _around(on: RingOn, tables: list[jax.Array], rows: list[jax.Array], by_kernel: Sequence[bool]) -> list[jax.Array]:
+    """Return the rows [L, D] of each table that this chip names: by the kernel, or where it cannot by plain JAX.
+
+    The kernel moves over HBM what it reads, and slots once a hop; plain JAX reads as many rows a hop as there are slots
+    and writes all slots anew: with 2,048 slots of 64 columns 22,000 cycles a hop beside its gather, says libtpu (v5p).
+    """
+    found: dict[int, jax.Array] = {}
+    can = [is_able and table.shape[0] % SUBLANES == 0 for table, is_able in zip(tables, by_kernel, strict=True)]
+    lines = [place for place, is_able in enumerate(can) if is_able]
+    if lines:
+        named_so = [tables[place].reshape(tables[place].shape[0], 1, -1) for place in lines]  # the same bytes: no copy
+        got = kernel.look_up(named_so, [rows[place] for place in lines], on.ring, interpret=on.interpret)
+        found |= {place: each.reshape(each.shape[0], -1) for place, each in zip(lines, got, strict=True)}
+    others = [place for place in range(len(tables)) if place not in found]
+    if others:
+        got = shift.look_up([tables[place] for place in others], [rows[place] for place in others], on.ring)
+        found |= dict(zip(others, got, strict=True))
+    return [found[place] for place in range(len(tables))]
 
 
 def _divided(values: jax.Array, chips: int, fill: int) -> jax.Array:
@@ -345,10 +314,13 @@ def _between(
     return tuple(node for node in graph.nodes if node in inner), tuple(beside)
 
 
-def _route_updates(graph: fx.GraphModule, chains: Sequence[_Chain], on: RingOn) -> None:
+def _route_updates(graph: fx.GraphModule, chains: Sequence[_Chain], slots: Mapping[fx.Node, int], on: RingOn) -> None:
     """Rewrite all chains, in one pass around the ring."""
     if not chains:
         return
+    lined = [
+        all(slots[each] in on.lined for each in chain.states if each.meta["val"].shape[-1] > 1) for chain in chains
+    ]
 
     def update(
         states: Sequence[Sequence[jax.Array]],
@@ -356,7 +328,7 @@ def _route_updates(graph: fx.GraphModule, chains: Sequence[_Chain], on: RingOn) 
         values: Sequence[Sequence[Sequence[jax.Array]]],
         scalars: Sequence[Sequence[jax.Array]],
     ) -> list[jax.Array]:
-        new = _update(on, chains, states, ids, values, scalars)
+        new = _update(on, chains, states, ids, values, scalars, lined)
         return [part for state in new for part in state]
 
     output = graph.graph.output_node()
@@ -387,8 +359,9 @@ def _update(
     ids: Sequence[Sequence[jax.Array]],
     values: Sequence[Sequence[Sequence[jax.Array]]],
     scalars: Sequence[Sequence[jax.Array]],
+    lined: Sequence[bool],
 ) -> list[Values]:
-    """Return the new states of all chains."""
+    """Return the new states of all chains; `lined`: whether rows of one lie in lines."""
     shards = [Shards(chain.num_rows, on.ring.chips, "block") for chain in chains]
 
     def local(states: Any, ids: Any, values: Any, scalars: Any) -> list[Values]:
@@ -400,7 +373,8 @@ def _update(
             sums.append(tuple(add_up(jnp.concatenate(every), found) for every in adding))
         loads, sums = totals([each.rows for each in asked], sums, [each.stored for each in shards], on.ring)
         rules = [chain.step.rule(len(each.rows)) for chain, each in zip(chains, asked, strict=True)]
-        return shift.bring_home([tuple(each) for each in states], loads, sums, rules, list(scalars), on.ring)
+        kept = [tuple(each) for each in states]
+        return shift.bring_home(kept, loads, sums, rules, list(scalars), on.ring, lined=lined, interpret=on.interpret)
 
     def divided(tree: Any, fill: int) -> Any:
         return jax.tree.map(lambda each: _divided(each, on.ring.chips, fill), tree)

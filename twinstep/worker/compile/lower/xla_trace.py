@@ -18,12 +18,13 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.lower.bags import BAGS
 from twinstep.worker.compile.lower.layout import add_rows
+from twinstep.worker.compile.lower.ring_on import RingOn
 from twinstep.worker.compile.lower.tpu_graph import narrow
 from twinstep.worker.compile.lower.tpu_layers import fuse_layers
 from twinstep.worker.compile.lower.tpu_mlps import fuse_mlps
 from twinstep.worker.compile.lower.xla_attention import target_platform
 from twinstep.worker.compile.lower.xla_ops import JaxInterpreter
-from twinstep.worker.compile.lower.xla_ring import RingOn, route
+from twinstep.worker.compile.lower.xla_ring import route
 from twinstep.worker.compile.partition import folded
 from twinstep.worker.compile.strategies import FusedAttention, Rematerialise
 
