@@ -14,7 +14,9 @@ import pytest
 
 from twinstep.worker.train import _without_collecting
 
-LATER = ("torch._dynamo", "torch._inductor", "sympy", "torchax", "networkx", "sklearn", "scipy", "pandas")
+LATER = ("torch._dynamo", "torch._inductor", "sympy", "torchax", "networkx", "sklearn", "scipy", "pandas", "pyarrow")
+LATER += tuple(f"twinstep.worker.compile.{each}" for each in ("capture", "passes", "aot", "parity.run", "explain"))
+LATER += ("httpx",)
 START = f"""
 import gc, json, sys
 from twinstep.spec.parse import validate_spec
@@ -23,7 +25,9 @@ from twinstep.worker.train import _without_collecting
 spec = validate_spec(json.loads(sys.argv[1]))
 with _without_collecting('twinstep.worker.train.loop'):
     assert not gc.isenabled()
-    from twinstep.worker.train.loop import build_model, build_optimizers, load_dataset
+    from twinstep.worker.train.loop import load_dataset
+    from twinstep.worker.embedding.optim import build_optimizers
+    from twinstep.worker.models.registry import build_model
     from twinstep.worker.compile.step_compiler import StepCompiler
 assert gc.isenabled() and gc.get_freeze_count() > 10_000
 model = build_model(spec, load_dataset(spec.data).schema)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from twinstep.spec.errors import DataError
@@ -130,5 +129,7 @@ class CheckedRows:
         if not len(wrong):
             return columns
         good = self.good
-        return {name: values.filter(pa.array(good)) if isinstance(values, pa.Array) else values[good]
+        import pyarrow as pa  # late: a dataset that reads no files starts without it
+
+        return {name: values[good] if isinstance(values, np.ndarray) else values.filter(pa.array(good))
                 for name, values in columns.items()}  # fmt: skip

@@ -5,34 +5,41 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twinstep.spec.job import DataSpec
 from twinstep.worker.data.badrows import BadRows
-from twinstep.worker.data.criteo import read_criteo
 from twinstep.worker.data.events import DataSchema, Events, Floats, Ints, check_ids, select_features, task_labels
-from twinstep.worker.data.files import open_folder
-from twinstep.worker.data.kuairand import read_kuairand
-from twinstep.worker.data.movielens import find_ml_100k, read_ml_1m, read_ml_20m, read_ml_100k
 from twinstep.worker.data.multi_hot import MultiHotDataset, MultiHotSchema, Rows, make_multi_hot_dataset
-from twinstep.worker.data.parquet import read_parquet
 from twinstep.worker.data.samples import Samples, UserLog, make_samples, split_events, user_log
-from twinstep.worker.data.streaming import read_streaming
 from twinstep.worker.data.synthetic import make_synthetic
 from twinstep.worker.data.synthetic_clicks import make_clicks_asked
 
 Source = Callable[[DataSpec, BadRows], tuple[Events, DataSchema]]
+
+
+def _reader(module: str, name: str) -> Callable[..., Any]:
+    """Return a reader of files, imported where it is asked for: with what parses them, a tenth of a start."""
+    return cast("Callable[..., Any]", getattr(importlib.import_module(f"twinstep.worker.data.{module}"), name))
+
+
+def _folder(spec: DataSpec) -> Any:
+    return _reader("files", "open_folder")(spec.path or "")
+
+
 SOURCES: dict[str, Source] = {
-    "ml-100k": lambda spec, bad: read_ml_100k(find_ml_100k(), bad),
-    "ml-1m": lambda spec, bad: read_ml_1m(open_folder(spec.path or ""), bad),
-    "ml-20m": lambda spec, bad: read_ml_20m(open_folder(spec.path or ""), bad),
-    "kuairand-1k": lambda spec, bad: read_kuairand(open_folder(spec.path or ""), bad),
-    "streaming": lambda spec, bad: read_streaming(open_folder(spec.path or ""), spec.rows, bad),
-    "parquet": lambda spec, bad: read_parquet(open_folder(spec.path or ""), spec, bad),
+    "ml-100k": lambda spec, bad: _reader("movielens", "read_ml_100k")(_reader("movielens", "find_ml_100k")(), bad),
+    "ml-1m": lambda spec, bad: _reader("movielens", "read_ml_1m")(_folder(spec), bad),
+    "ml-20m": lambda spec, bad: _reader("movielens", "read_ml_20m")(_folder(spec), bad),
+    "kuairand-1k": lambda spec, bad: _reader("kuairand", "read_kuairand")(_folder(spec), bad),
+    "streaming": lambda spec, bad: _reader("streaming", "read_streaming")(_folder(spec), spec.rows, bad),
+    "parquet": lambda spec, bad: _reader("parquet", "read_parquet")(_folder(spec), spec, bad),
     "synthetic": lambda spec, bad: make_synthetic(spec.synthetic_events, spec.synthetic),
 }
 
@@ -60,7 +67,7 @@ class Dataset:
 
 
 ROW_SOURCES: dict[str, Callable[[DataSpec, BadRows], tuple[Rows, MultiHotSchema]]] = {
-    "criteo": lambda spec, bad: read_criteo(open_folder(spec.path or ""), spec, bad),
+    "criteo": lambda spec, bad: _reader("criteo", "read_criteo")(_folder(spec), spec, bad),
     "synthetic-clicks": lambda spec, bad: make_clicks_asked(spec.synthetic_events, spec.synthetic),
 }
 """Datasets of rows with dense and multi-hot features; keys are `spec.job.DATASETS_OF_ROWS`."""

@@ -12,14 +12,15 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-import httpx
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from twinstep.spec.report import MAX_RECORDS_PER_POST, MAX_TEXT, RunSummary
 from twinstep.worker.train.environment import RunContext
 from twinstep.worker.train.output import say
 from twinstep.worker.train.spool import Spool, SpoolReader
+
+if TYPE_CHECKING:
+    import httpx
 
 Phase = Literal["starting", "compiling", "training", "evaluating", "done"]
 
@@ -175,6 +176,8 @@ class _Sender(threading.Thread):
         self.join(LAST_TRY_AWAY if self._away.is_set() else LAST_TRY)
 
     def run(self) -> None:
+        import httpx  # here, beside the run: what it starts with has no need of it
+
         wait = FIRST_WAIT
         # A proxy in the environment is for the world outside; the control plane's address is given, not looked up.
         with httpx.Client(headers=self._headers, timeout=10.0, trust_env=False) as client:
