@@ -27,7 +27,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from twinstep.spec.errors import CompileError, UnavailableError
-from twinstep.spec.placement import Mesh, Placed, Spec, in_lines, place
+from twinstep.spec.placement import Mesh, Placed, Placement, Spec, in_lines, place
 from twinstep.spec.slices import Slice, parse_slice
 from twinstep.worker.compile.annotate import Inputs, Spread
 from twinstep.worker.compile.aot_report import AotReport, Cuts, Effort
@@ -114,12 +114,8 @@ def compile_ahead(
     capture_seconds, inputs = time.perf_counter() - started, state_of(captured)
     placed = place(inputs, mesh)
     dims = {name: batch_dimension(leaf, size) for name, leaf in zip(names, leaves, strict=True)}
-    cuts = Cuts(
-        state=tuple(map(split_dimension, placed.specs)),
-        extra=placed.extra,
-        batch=tuple((dims if batch_dims is None else batch_dims).get(name) for name in names),
-        lines=tuple(map(in_lines, inputs)),
-    )
+    of_batch = tuple((dims if batch_dims is None else batch_dims).get(name) for name in names)
+    cuts = _cuts(inputs, placed, of_batch)
     program = tpu.compile_for(captured, cuts, target, effort, mesh=chips, around=engine)
     key = slice_key(compiler.key(example_batch, sizes=sizes), target.name)
     report = AotReport(
@@ -199,6 +195,11 @@ def _common_size(leaves: Sequence[Tensor]) -> int:
 def batch_dimension(leaf: Tensor, batch_size: int) -> int | None:
     """Return the dimension along which a batch leaf is cut: the first whose size is a multiple of the batch's."""
     return next((dim for dim, size in enumerate(leaf.shape) if size and size % batch_size == 0), None)
+
+
+def _cuts(inputs: Sequence[Placed], placed: Placement, batch: tuple[int | None, ...]) -> Cuts:
+    state = tuple(map(split_dimension, placed.specs))
+    return Cuts(state=state, extra=placed.extra, batch=batch, lines=tuple(map(in_lines, inputs)))
 
 
 def state_of(captured: Captured) -> tuple[Placed, ...]:

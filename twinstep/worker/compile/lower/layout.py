@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as Order
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from twinstep.spec.errors import CompileError
 from twinstep.spec.placement import Spec, in_lines, place
@@ -29,7 +29,7 @@ LINED = "tpu"
 """The platform on which rows may lie in lines."""
 
 
-def lines(sharding: NamedSharding) -> Format:
+def lines(sharding: Sharding) -> Format:
     """Return a sharding whose rows lie in whole lines of their own, as `placement.in_lines` wants them on a TPU."""
     return Format(Order(major_to_minor=(0, 1)), sharding)
 
@@ -126,7 +126,8 @@ class Layout:
             if missing:
                 values = np.pad(values, [(0, missing)] + [(0, 0)] * (len(shape) - 1))
             # A copy always, as in `xla.py`; waited for, so that the host holds one part at a time.
-            parts.append(jax.device_put(values, device, may_alias=False).block_until_ready())
+            there = self._as_it_lies(slot, SingleDeviceSharding(device))
+            parts.append(jax.device_put(values, there, may_alias=False).block_until_ready())
         return jax.make_array_from_single_device_arrays(whole, sharding, parts)
 
     def padded(self, slot: int) -> bool:
@@ -160,7 +161,7 @@ class Layout:
         """Bring an array to every device."""
         return array if self._mesh is None else self._put(array, self._sharding(()))
 
-    def _put(self, array: Any, sharding: NamedSharding | Format) -> Any:
+    def _put(self, array: Any, sharding: Sharding | Format) -> Any:
         if not several():
             return jax.device_put(array, sharding)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -182,9 +183,11 @@ class Layout:
         outputs = self._sharding(()) if several() else None  # each process reads them
         return [self._slot(slot) for slot in range(len(self.state))], outputs, self._sharding(())
 
-    def _slot(self, slot: int) -> NamedSharding | Format:
+    def _slot(self, slot: int) -> Sharding | Format:
         """Return where a tensor of the state lives, and how."""
-        sharding = self._sharding(self.state[slot])
+        return self._as_it_lies(slot, self._sharding(self.state[slot]))
+
+    def _as_it_lies(self, slot: int, sharding: Sharding) -> Sharding | Format:
         return lines(sharding) if self.lines and self.lines[slot] else sharding
 
     def _sharding(self, spec: Spec) -> NamedSharding:
