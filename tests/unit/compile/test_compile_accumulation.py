@@ -238,7 +238,7 @@ def test_a_warm_start_needs_no_capture_to_know_that_gradients_are_state(tmp_path
     add(eager, eager_optimizer, torch.arange(6))
     compiler.pull()
     warm = StepCompiler(add, model, optimizer, backend="xla", cache_dir=tmp_path)
-    monkeypatch.setattr("twinstep.worker.compile.step_compiler.capture", None)
+    monkeypatch.setattr("twinstep.worker.compile.capture.capture", None)
     for _ in range(2):
         warm(torch.arange(6))
         add(eager, eager_optimizer, torch.arange(6))

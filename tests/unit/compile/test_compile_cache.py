@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from twinstep.worker.compile import CompileEvent, CompileWarning, StepCompiler, step_compiler
+from twinstep.worker.compile import CompileEvent, CompileWarning, StepCompiler, capture
 
 BACKENDS = [pytest.param("inductor", marks=pytest.mark.inductor), "xla"]
 Result = namedtuple("Result", "loss kept")
@@ -88,8 +88,8 @@ def test_a_program_from_disk_goes_on_bit_for_bit_without_a_trace(
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a warm start traces nothing")
 
-    capture = step_compiler.capture
-    monkeypatch.setattr(step_compiler, "capture", refuse)
+    traced = capture.capture
+    monkeypatch.setattr(capture, "capture", refuse)
     warm = make(backend, tmp_path / "cache")
     got = train(warm)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -98,7 +98,7 @@ def test_a_program_from_disk_goes_on_bit_for_bit_without_a_trace(
     assert event.capture_seconds == 0.0
     assert event.nodes == cold[3][0].nodes
     assert event.seconds < 0.5 * cold[3][0].seconds
-    monkeypatch.setattr(step_compiler, "capture", capture)
+    monkeypatch.setattr(capture, "capture", traced)
     assert str(warm[2].runner(torch.ones(4, 3)).captured.graph.graph) == text  # traced when it is asked for
 
 

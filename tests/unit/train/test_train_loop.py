@@ -147,7 +147,7 @@ def test_a_compile_that_fails_leaves_the_end_of_the_run_to_the_loop(
 
     notes, stop = Notes(), StopSignal()
     work = trainer(notes, stop, backend="xla", steps=5)
-    monkeypatch.setattr("twinstep.worker.compile.step_compiler.capture", fail)
+    monkeypatch.setattr("twinstep.worker.compile.capture.capture", fail)
     with pytest.raises(type(error)):
         work.train()
     stop._on_signal(15, None)  # ends nothing: the failure is being reported

@@ -60,6 +60,11 @@ class Ahead:
     captured: Captured
 
 
+def _ready_for_libtpu() -> None:
+    need_libtpu()
+    os.environ.update(ENVIRONMENT | dict(os.environ))
+
+
 def compile_ahead(
     train_step: TrainStep,
     model: nn.Module,
@@ -93,13 +98,10 @@ def compile_ahead(
     Raises:
         SpecError: there is no such slice.
         UnavailableError: libtpu is not installed.
-        CompileError: the batch does not divide over the devices, the step cannot be captured or lowered, or it does
-            not fit into the memory of a device.
+        CompileError: the batch does not divide over the devices, the step cannot be captured or lowered, or lacks room.
     """
     target = parse_slice(topology)
-    need_libtpu()
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    _ready_for_libtpu()
     from twinstep.worker.compile.lower import tpu, xla_trace  # JAX reads the environment when it is imported
 
     leaves, names, _ = batch_leaves(example_batch)
