@@ -7,7 +7,7 @@ SparseCores, buffers at the limits of partitions, and the compiler's stacks: `sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -23,7 +23,7 @@ from twinstep.preflight.words import gib
 from twinstep.spec.job import JobSpec
 from twinstep.spec.placement import is_line
 from twinstep.spec.sparsecore import GENERATIONS
-from twinstep.spec.sparsecore_memory import ROW_ALIGN, DeviceBytes, Generation, StackShape, device_bytes
+from twinstep.spec.sparsecore_memory import DeviceBytes, Generation, StackShape, device_bytes
 from twinstep.spec.topology import TPUS
 
 FLOAT = 4
@@ -144,9 +144,10 @@ def _sparsecore(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], w
         whole = prod(parameter.shape) * FLOAT
         mine = device_bytes(generation, [replace(stack, slots=0)]).tables
         name = f"table {table.name}"
-        state.append(Held(parameter.name, "table", whole, mine, split=True))
+        copied = per_row and parameter.shape[-1] % LANES != 0  # a row-wise rule runs on the TensorCore
+        state.append(Held(parameter.name, "table", whole, mine, split=True, copied=copied))
         if per_row:
-            mine = device_bytes(generation, [replace(stack, slots=0, width=1)]).tables // ROW_ALIGN  # no padding
+            mine = device_bytes(generation, [replace(stack, slots=0, width=1)]).tables
             state.append(Held(f"slots of {name}", "table optimizer", whole // parameter.shape[-1], mine, split=True))
         elif slots:
             state.append(Held(f"slots of {name}", "table optimizer", whole * slots, mine * slots, split=True))
@@ -159,31 +160,12 @@ def _sparsecore(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], w
         Part("SparseCore buffers", 2 * taken.inputs, "ids of two batches at the limits of partitions"),
         Part("SparseCore activations", 2 * taken.activations, "of all features, and their gradients"),
         Part("SparseCore stack", deep, "of one table at a time" if serial > 1 else "the compiler's, of all tables"),
-        *([Part("rows of an update", _rows_updated(generation, stacks), "by the TensorCore, in lanes")] * per_row),
     )
     return EngineBytes(
         state=tuple(state),
         words=f"sparsecore: shares of {TPUS[generation].sparse_cores_per_device * where.devices} SparseCores, padded",
         parts=parts,
         refused=_tile(taken, where),
-    )
-
-
-UPDATE_COPIES = 6  # of the rows that a row-wise update may meet, measured: 2.7 to 5.5
-
-
-def _rows_updated(generation: Generation, stacks: Sequence[StackShape]) -> int:
-    """Return bytes of the rows of one table that a device may be told to update, as the TensorCore works on them.
-
-    Each SparseCore may be asked by each for as many rows as its limit allows; tables follow one another.
-    """
-    cores = TPUS[generation].sparse_cores_per_device
-    return UPDATE_COPIES * max(
-        (
-            cores * cores * each.devices * each.max_unique * (each.width + -each.width % LANES) * FLOAT
-            for each in stacks
-        ),
-        default=0,
     )
 
 

@@ -168,11 +168,14 @@ def _program(spec: JobSpec, shape: DataShape, work: Work, where: Where) -> int:
 def _table_copy(spec: JobSpec, state: tuple[Held, ...], where: Where) -> int:
     """Return the widest copy of a table that a TPU's step makes; others follow one another.
 
-    SparseCores update rows where they lie, whoever computes them. Held to libtpu 0.0.42.1 by
-    tests/unit/embedding/test_sparsecore_tpu.py.
+    SparseCores update rows where they lie, elementwise; a row-wise rule runs on the TensorCore, for which a table is
+    copied into whole lanes (v5p: and back). Held to libtpu 0.0.42.1 by tests/unit/embedding/test_sparsecore_tpu.py.
     """
     width = spec.model.embedding_dim
     if where.kind != "tpu":
         return 0
     rows = [each.bytes // (width * FLOAT) for each in state if each.copied]
-    return max(rows, default=0) * (width + -width % LANES) * FLOAT
+    times = 1
+    if spec.embedding.engine == "sparsecore":  # the table, its new rows on v5p, and what the rule keeps of each row
+        times = 3 if getattr(spec.accelerator, "generation", "") == "v5p" else 2
+    return times * max(rows, default=0) * (width + -width % LANES) * FLOAT

@@ -257,9 +257,7 @@ class AheadStep(AroundStep):
         self._arguments = (turn_of if pipeline == "full" else inputs, step)
         self.state = {
             stack.name: tuple(
-                jax.ShapeDtypeStruct(
-                    stored.stored_shape(stack, per_row), jnp.float32, sharding=engine.placing_of(per_row)
-                )
+                jax.ShapeDtypeStruct(stored.stored_shape(stack, per_row), jnp.float32, sharding=engine.placing)
                 for _, per_row, _ in parts_of(stack)
             )
             for stack in engine.plan.stacks

@@ -8,7 +8,6 @@ Shapes as in `entries`; Q = N·S·C rows that a device may be told of.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -75,14 +74,7 @@ def _merged(rows: jax.Array, sums: jax.Array, nowhere: int) -> RowGradients:
 
 
 def apply(
-    state: State,
-    found: RowGradients,
-    stack: Stack,
-    *,
-    step: jax.Array,
-    axis: str,
-    refuse: jax.Array | None = None,
-    access: ModuleType = stored,
+    state: State, found: RowGradients, stack: Stack, *, step: jax.Array, axis: str, refuse: jax.Array | None = None
 ) -> State:
     """Return (table, *slots) with the optimizer's step made on the rows of `found`.
 
@@ -93,7 +85,6 @@ def apply(
         step: 0-d int32, from 0.
         axis: the mesh axis that devices are along.
         refuse: 0-d bool; true: no row is changed.
-        access: `take` and `put` for rows of a part: `stored`, or on a TPU `in_place`.
     """
     optimizer = stack.optimizer
     assert isinstance(optimizer, RowOptimizer), "the engine checked it"  # noqa: S101
@@ -103,11 +94,11 @@ def apply(
     if refuse is not None:
         rows = jnp.where(refuse, stack.cores.per_device * stack.rows_per_shard + jnp.arange(len(rows)), rows)
     # `take` reads zeros where there is no row: what is computed there is dropped again, but must not trap.
-    weights, *slots = (access.take(each, rows, stack) for each in state)
+    weights, *slots = (stored.take(each, rows, stack) for each in state)
     new, kept = rules.updated(
         optimizer, sums, weights, tuple(slots), rules.step_numbers(optimizer, step), _widths(rows, stack)
     )
-    return tuple(access.put(old, rows, value, stack) for old, value in zip(state, (new, *kept), strict=True))
+    return tuple(stored.put(old, rows, value, stack) for old, value in zip(state, (new, *kept), strict=True))
 
 
 def _tables_of(rows: jax.Array, stack: Stack) -> jax.Array:
