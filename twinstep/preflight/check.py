@@ -217,7 +217,6 @@ FIELDS = {
     "SparseCore buffers": "embedding.limits",
     "SparseCore activations": "data.batch_size",
     "SparseCore stack": "embedding.limits",
-    "rows of an update": "data.batch_size",
     "batch": "data.batch_size",
     "activations": "data.batch_size",
     "attention": "data.batch_size",
