@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -109,3 +110,37 @@ def test_a_large_buffer_of_another_thread_is_kept_where_all_share_one_arena(how:
     assert settled == str(how == "settled")
     pages = 100 * 256
     assert int(faults) < pages / 100 if how == "settled" else int(faults) > pages / 2
+
+
+RUN = """
+import sys
+from twinstep.spec.parse import validate_spec
+from twinstep.worker import train
+
+def here(spec):  # the first that a run does beside them: by now the thread that hears an early SIGTERM is there
+    import ctypes, threading
+    libc, path = ctypes.CDLL(None), sys.argv[1].encode()
+    met = threading.Barrier(5)
+    for _ in range(4):
+        threading.Thread(target=lambda: (libc.malloc(100), met.wait())).start()
+    met.wait()
+    libc.fopen.restype = ctypes.c_void_p
+    libc.malloc_info.argtypes, libc.fclose.argtypes = [ctypes.c_int, ctypes.c_void_p], [ctypes.c_void_p]
+    file = libc.fopen(path, b"w")
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+    print(open(path).read().count("<heap nr="))
+    sys.exit(0)
+
+train.prepare_environment = here
+train.run_spec(validate_spec({"name": "a", "compile": {"backend": "xla"}}), ends_process=True)
+"""
+
+
+def test_a_run_on_xla_has_one_arena_whatever_thread_it_starts_first(tmp_path: Path) -> None:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    told = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path / "heaps")],
+        env=plain, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert told.stdout.split() == ["1"]

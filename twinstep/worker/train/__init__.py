@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from twinstep.worker.train.early import EarlyStop
-from twinstep.worker.train.environment import named_place, prepare_environment
+from twinstep.worker.train.environment import named_place, prepare_environment, settle_memory
 from twinstep.worker.train.output import giving_up
 from twinstep.worker.train.ranks import Ranks
 
@@ -44,6 +44,8 @@ def run_spec(
         SystemExit: after SIGTERM, with code 75 where checkpoints have a place, else 143; after Ctrl-C, with 130.
         KeyboardInterrupt: after a second Ctrl-C.
     """
+    if spec.compile.backend == "xla":
+        settle_memory()
     with contextlib.ExitStack() as stack:
         if _takes_signals(ends_process):
             early = EarlyStop(place=named_place(spec.checkpoint) is not None)

@@ -112,7 +112,7 @@ def settle_threads(environ: MutableMapping[str, str]) -> None:
 
 
 def settle_memory() -> bool:
-    """Let all threads share glibc's first arena from now on; say whether they do. Before there are other threads.
+    """Let all threads share glibc's first arena from now on; say whether they do. Before any other thread is started.
 
     XLA allocates the buffer of a step's values from a thread of its own. In an arena that some other thread began, what
     is larger than 64 MiB is mapped at every step and unmapped after it (malloc/arena.c, HEAP_MAX_SIZE): 39,000 page
@@ -127,7 +127,7 @@ _M_ARENA_MAX = -8  # malloc.h
 
 
 def prepare_environment(spec: JobSpec) -> None:
-    """Set the variables that torch, jax and OpenMP read when they are loaded, and for XLA how this process allocates.
+    """Set the variables that torch, jax and OpenMP read when they are loaded.
 
     Raises:
         SpecError: the spec's accelerator is not one that this process can train on.
@@ -155,8 +155,6 @@ def prepare_environment(spec: JobSpec) -> None:
         _set_devices(spec)
     if spec.compile.backend == "inductor":
         check_compiler()
-    if spec.compile.backend == "xla":
-        settle_memory()
     directory = cache_directory(spec)
     if directory is not None and spec.compile.backend != "eager":
         _make_private(directory)
