@@ -90,6 +90,7 @@ class LiveTables:
             unread: tables that no feature asks for, and no device has.
         """
         self._parameters = collection.weights
+        self._on_devices = [parameter for name, parameter in self._parameters.items() if name not in unread]
         self._optimizer, self._slots, self._share = optimizer, SLOTS[kind], share
         read = {(name, part) for name in self._parameters if name not in unread for part in (WEIGHT, *self._slots)}
         self._declared = {each: known for each in sorted(read) if (known := declared(self.held(*each))) is not None}
@@ -167,7 +168,7 @@ class LiveTables:
                 counter.fill_(updates)
 
     def note(self) -> None:
-        """Remember the live tensors as they stand."""
+        """Remember the live tensors that devices have too as they stand."""
         self._seen = [(each, each._version) for each in self._all()]
 
     def written(self) -> bool:
@@ -180,7 +181,7 @@ class LiveTables:
 
     def _all(self) -> list[Tensor]:
         found: list[Tensor] = []
-        for parameter in self._parameters.values():
+        for parameter in self._on_devices:
             state: Mapping[str, Any] = self._optimizer.state.get(parameter, {})
             found += [parameter, *(state[entry] for entry in self._slots.values() if entry in state)]
         return found

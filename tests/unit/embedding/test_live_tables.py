@@ -1,0 +1,72 @@
+"""Live tables of which devices have some: what is written to the others is nothing that devices have to take."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Mesh
+
+from twinstep.worker.embedding.collection import EmbeddingCollection
+from twinstep.worker.embedding.declared import Zeros, declare, declared, start_tables, untouched
+from twinstep.worker.embedding.initial import Normal
+from twinstep.worker.embedding.sparsecore.device.around import AroundStep
+from twinstep.worker.embedding.sparsecore.device.engine import Engine
+from twinstep.worker.embedding.sparsecore.live import LiveTables
+from twinstep.worker.embedding.sparsecore.optimizers import Adagrad
+from twinstep.worker.embedding.sparsecore.spec import Cores, Feature, Limits, Table
+from twinstep.worker.embedding.sparsecore.stacking import plan_stacks
+
+ROWS, DIM = 40, 8
+IDS = np.arange(ROWS)
+
+
+def declared_tables(*names: str) -> tuple[EmbeddingCollection, torch.optim.Optimizer]:
+    """Return tables that no host has whole, and an Adagrad whose sums are declared too."""
+    collection = EmbeddingCollection(dict.fromkeys(names, (ROWS, DIM)), declared=True)
+    start_tables(collection, lambda rows: Normal(std=1.0), seed=1)
+    optimizer = torch.optim.SGD(collection.parameters(), lr=0.1)
+    for each in collection.parameters():
+        optimizer.state[each] = {"sum": untouched(ROWS, DIM)}
+        declare(optimizer.state[each]["sum"], Zeros((DIM,)))
+    return collection, optimizer
+
+
+def around(live: LiveTables, *names: str) -> AroundStep:
+    limits, rule = Limits(max_ids=8, max_unique=8), Adagrad(learning_rate=0.1)
+    plan = plan_stacks(
+        [Table(name=name, rows=ROWS, dim=DIM, optimizer=rule, limits=limits) for name in names],
+        [Feature(name=f"of {name}", table=name, samples=8) for name in names],
+        Cores(devices=1, per_device=2),
+    )
+    engine = Engine(plan=plan, mesh=Mesh(np.array(jax.devices()[:1]), ("device",)))
+    return AroundStep(engine, [f"of {name}" for name in names], live)
+
+
+def test_a_table_that_nobody_reads_wipes_none_that_is_trained_when_it_is_filled_for_a_checkpoint() -> None:
+    collection, optimizer = declared_tables("read", "unread")
+    live = LiveTables(collection, optimizer, "adagrad", unread={"unread"})
+    devices = around(live, "read")
+    devices.push()
+    trained = devices.rows_here("read", IDS)
+    assert np.abs(trained).min() > 0
+    live.devices_alone_know()  # steps have run
+    live.fill()  # as a save does
+    known = declared(collection.weights["unread"])
+    assert known is not None
+    assert known.source is None
+    assert collection.weights["unread"].detach().abs().min() > 0
+    devices.push_written()
+    assert devices.rows_here("read", IDS).tobytes() == trained.tobytes()
+
+
+def test_what_is_written_to_a_table_that_devices_have_is_taken() -> None:
+    collection, optimizer = declared_tables("read", "unread")
+    live = LiveTables(collection, optimizer, "adagrad", unread={"unread"})
+    devices = around(live, "read")
+    devices.push()
+    live.fill()
+    with torch.no_grad():
+        collection.weights["read"][3] = 7.0
+    devices.push_written()
+    assert devices.rows_here("read", IDS).tobytes() == collection.weights["read"].detach().numpy().tobytes()
