@@ -17,7 +17,7 @@ import typer
 from twinstep.cli.here import JsonOpt, needs_worker
 from twinstep.cli.jobs import UrlOpt
 from twinstep.cli.output import console, one_line, print_json
-from twinstep.spec.errors import NotFoundError
+from twinstep.spec.errors import NotFoundError, ToldToStop
 from twinstep.spec.words import DASH, number
 
 
@@ -123,7 +123,7 @@ def _unwound_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end this process as Ctrl-C does: what was half written is removed on the way out."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        raise ToldToStop(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -14,7 +14,8 @@
     ├── ForbiddenError       the token is right, and what it allows does not reach so far
     └── UnavailableError     a port, a directory or the control plane cannot be used
 
-`assert` stays for Twinstep's own bugs; whatever a user can cause is one of these.
+`assert` stays for Twinstep's own bugs; whatever a user can cause is one of these. ToldToStop is no error: by it a
+signal ends what goes on, and whoever catches SystemExit of somebody's code lets it through.
 """
 
 from __future__ import annotations
@@ -135,3 +136,7 @@ class UnavailableError(TwinstepError):
     """A port, a directory or the control plane cannot be used."""
 
     code = "unavailable"
+
+
+class ToldToStop(SystemExit):
+    """A signal told this process to stop; a plain SystemExit is of code that ends the process by itself."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from twinstep.spec.errors import PeerLostError
+from twinstep.spec.errors import PeerLostError, SpecError, TrainError
 from twinstep.spec.parse import validate_spec
 from twinstep.worker.train import run as run_module
 from twinstep.worker.train import run_spec
@@ -171,3 +171,64 @@ def test_a_second_ctrl_c_leaves_the_place_to_the_next_run_of_the_process(
     assert told.events[-1] == ("stopped", "stopped from the keyboard after step 2")
     monkeypatch.setattr(Trainer, "_check_time", check)
     assert run_spec(spec).steps == 4
+
+
+def own(tmp_path: Path, name: str, at_import: str = "", in_factory: str = "pass", in_forward: str = "pass") -> Any:
+    text = f"""
+import os, signal, sys
+from torch import nn
+{at_import}
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.tables, self.table = config.embedding_collection(), config.item_features[0].table
+        {in_factory}
+
+    def forward(self, batch):
+        {in_forward}
+        return self.tables(self.table, batch.cand_ids[0], batch.candidates_valid()).sum(-1).unsqueeze(0)
+"""
+    (tmp_path / f"{name}.py").write_text(text)
+    return {
+        "name": "t",
+        "model": {"kind": "module", "factory": f"{name}:Model", "source": str(tmp_path), "embedding_dim": 4},
+        "data": {"dataset": "synthetic", "synthetic_events": 400, "batch_size": 4, "uih_len": 8},
+        "compile": {"backend": "eager"},
+        "train": {"steps": 1, "eval_batches": 1},
+        "checkpoint": {"path": str(tmp_path / "saved"), "every_steps": 1},
+    }
+
+
+TOLD = "os.kill(os.getpid(), signal.SIGTERM)"
+
+
+@pytest.mark.parametrize("where", ["at_import", "in_factory"])
+def test_sigterm_within_a_users_code_is_no_failure_of_it(told: Told, signals: None, tmp_path: Path, where: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_spec(validate_spec(own(tmp_path, f"told_{where}", **{where: TOLD})))
+    assert ended.value.code == 75
+    assert told.events[-1] == ("stopped", "stopped by SIGTERM after step 0")
+
+
+@pytest.mark.parametrize("backend", ["eager", "xla"])
+@pytest.mark.parametrize("where", ["at_import", "in_factory", "in_forward"])
+def test_a_users_code_that_ends_the_process_is_a_failure_and_no_wish_to_stop(
+    told: Told, signals: None, tmp_path: Path, where: str, backend: str
+) -> None:
+    given = own(tmp_path, f"ends_{where}_{backend}", **{where: "sys.exit('no weights')"})
+    with pytest.raises((SpecError, TrainError), match=r"ends_\w+\.py:\d+.*no weights"):
+        run_spec(validate_spec({**given, "compile": {"backend": backend, "cache": False}}))
+    assert told.events[-1][0] == "failed"
+
+
+def test_whatever_else_ends_the_process_within_a_run_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, told: Told, signals: None, tmp_path: Path
+) -> None:
+    spec = validate_spec(own(tmp_path, "plain"))
+    for place in ("__init__", "train"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, place, lambda *_, **__: sys.exit(3))
+            with pytest.raises(TrainError, match="ends the process: 3"):
+                run_spec(spec)
+        assert told.events[-1][0] == "failed"

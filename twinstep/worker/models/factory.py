@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from twinstep.spec.errors import SpecError
+from twinstep.spec.errors import SpecError, ToldToStop
 from twinstep.spec.module import ModuleSpec
 
 
@@ -67,6 +67,8 @@ def _imported(path: str, folder: Path | None) -> ModuleType:
             f"model.factory names the module {path!r}, and there is no {error.name!r}",
             remedy=_where(error.name, folder),
         ) from None
+    except ToldToStop:
+        raise
     except (Exception, SystemExit) as error:
         raise SpecError(
             f"{path} fails when it is imported{place_of(error)}: {said_of(error)}", remedy="mend it"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from twinstep.spec.errors import TrainError, TwinstepError
+from twinstep.spec.errors import ToldToStop, TrainError, TwinstepError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.module import ModuleSpec
 from twinstep.worker.data.events import DataSchema
@@ -132,13 +132,13 @@ class GradedModule(nn.Module):
         return found
 
     def _called(self, batch: AnyBatch) -> Any:
-        if get_proxy_mode() is not None:
-            return self.module(batch)
         try:
             return self.module(batch)
-        except (TwinstepError, MemoryError):
+        except (TwinstepError, MemoryError, ToldToStop):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if get_proxy_mode() is not None and isinstance(error, Exception):
+                raise
             raise TrainError(
                 f"the forward of {self._named} fails{place_of(error)}: {said_of(error)}",
                 remedy="mend it; the fields of a batch and their shapes: docs/howto/own-model.md",
@@ -191,9 +191,9 @@ def build_module(spec: JobSpec, schema: AnySchema) -> GradedModule:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.train.seed)
             made = factory(config, **model.arguments)
-    except (TwinstepError, MemoryError):
+    except (TwinstepError, MemoryError, ToldToStop):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         meta = torch.get_default_device().type == "meta"
         raise TrainError(
             f"model.factory {model.factory} fails{place_of(error)}: {said_of(error)}",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from twinstep.spec.errors import PeerLostError, TrainError, TwinstepError
+from twinstep.spec.errors import PeerLostError, ToldToStop, TrainError, TwinstepError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.report import RunSummary
 from twinstep.spec.words import EXIT_INTERRUPTED, EXIT_PREEMPTED
@@ -114,8 +114,9 @@ def _made(spec: JobSpec, *, stop: StopSignal, **surroundings: Any) -> Trainer:
         surroundings["view"].starting("reading data")
         trainer = Trainer(spec, stop=stop, **surroundings)
         stop.end_between_steps()
-    except SystemExit:
+    except SystemExit as error:
         stop.end_between_steps()
+        _check_told(error)
         surroundings["view"].end("stopped before a step was done; checkpoints are as they were")
         sys.exit(_stopped(spec, stop))
     return trainer
@@ -131,12 +132,19 @@ def _trained(trainer: Trainer, stop: StopSignal) -> tuple[RunSummary | None, int
     together = True
     try:
         summary = trainer.train()
-    except SystemExit:  # told to stop while a program was compiled, which leaves the state as it was
+    except SystemExit as error:  # told to stop while a program was compiled, which leaves the state as it was
+        _check_told(error)
         summary, together = None, False
     if summary is not None:
         return summary, 0
     stop.end_between_steps()  # a second SIGTERM must not cut the last checkpoint short
     return None, trainer.leave(together=together)
+
+
+def _check_told(error: SystemExit) -> None:
+    """Raise TrainError unless a signal ended what went on: a run whose own code ends it is not to be started again."""
+    if not isinstance(error, ToldToStop):
+        raise TrainError(f"the model's code ends the process: {error.code}", remedy="raise an error instead") from error
 
 
 # What PyTorch's allocator, C++ and XLA say; none of them raises MemoryError.

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a wish that the loop reads, or as SystemExit where it cannot look for a long while."""
+"""SIGTERM and Ctrl-C as a wish that the loop reads, or as ToldToStop where it cannot look for a long while."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from types import FrameType
 from typing import Any
 
+from twinstep.spec.errors import ToldToStop
 from twinstep.spec.words import EXIT_INTERRUPTED
 
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -64,7 +65,7 @@ class StopSignal:
         """Stop where the process is from now on: for what takes long and writes nothing (loading data, compiling).
 
         Raises:
-            SystemExit: a stop was asked for already, or is before `end_between_steps`.
+            ToldToStop: a stop was asked for already, or is before `end_between_steps`.
         """
         self._at_once = True
         if self.asked:
@@ -90,4 +91,4 @@ class StopSignal:
 
     def _end(self) -> None:
         self._at_once = False
-        raise SystemExit(EXIT_STOPPED)
+        raise ToldToStop(EXIT_STOPPED)
