@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from twinstep.worker.checkpoint.keep import Keep, to_remove
 from twinstep.worker.checkpoint.lease import Lease
 from twinstep.worker.checkpoint.manifest import MANIFEST, Manifest
 from twinstep.worker.checkpoint.place import LocalPlace, UriPlace, open_place
-from twinstep.worker.checkpoint.read import Reader
+from twinstep.worker.checkpoint.read import Reader, SavedRows
 from twinstep.worker.checkpoint.saver import Checkpoints
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float64)
@@ -88,6 +89,21 @@ def test_a_reader_of_some_rows_reads_little_else(tmp_path: Path, monkeypatch: py
     shard = reader.rows("parameter:table", 1024, 2048)  # the second of four devices
     assert same(shard, table[1024:2048])
     assert reader.bytes_read <= shard.numel() * 4 + 2 * 4096
+    checkpoints.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sets(st.integers(0, 4095), max_size=40))
+def test_single_rows_read_each_piece_that_holds_some_once(
+    tmp_path_factory: pytest.TempPathFactory, ids: set[int]
+) -> None:
+    table = torch.arange(64 * 1024, dtype=torch.float32).reshape(4096, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "PIECE_BYTES", 4096)  # 64 rows
+        checkpoints = saved(tmp_path_factory.mktemp("place"), {"parameter:table": table})
+    reader, picked = Reader(checkpoints.place, whole(checkpoints)[0]), np.array(sorted(ids), np.int64)
+    assert same(SavedRows(reader, "parameter:table").pick(picked), table[torch.from_numpy(picked)])
+    assert reader.bytes_read == 4096 * len({each // 64 for each in ids})
     checkpoints.close()
 
 

@@ -15,7 +15,7 @@ from twinstep.spec.parse import validate_spec
 from twinstep.worker.data.events import TableSchema, TaskSchema
 from twinstep.worker.data.multi_hot import MultiHotFeature, MultiHotSchema
 from twinstep.worker.embedding.collection import tables_of
-from twinstep.worker.embedding.declared import Zeros, declared
+from twinstep.worker.embedding.declared import Zeros, declare, declared, untouched
 from twinstep.worker.embedding.initial import Normal, Uniform, fill_first_rows, first_rows, table_key
 from twinstep.worker.embedding.sparsecore.device.engine import Engine
 from twinstep.worker.embedding.sparsecore.optimizers import SGD
@@ -81,6 +81,46 @@ def test_any_rows_of_a_declared_table_are_those_of_one_that_is_whole(start: int,
     assert torch.equal(apart, whole)
     assert known.source is None
     assert apart._version > version
+
+
+class Counting:
+    """A source that notes which rows it was asked for."""
+
+    def __init__(self, value: float) -> None:
+        self.asked: list[list[int]] = []
+        self._value = value
+
+    def rows(self, start: int, stop: int, step: int = 1) -> torch.Tensor:
+        raise AssertionError("rows beside those that are wanted")
+
+    def pick(self, ids: Any) -> torch.Tensor:
+        self.asked.append(ids.tolist())
+        return torch.full((len(ids), 2), self._value)
+
+
+def test_rows_for_an_evaluation_are_written_alone_and_once() -> None:
+    tensor, source = untouched(10_000, 2), Counting(5.0)
+    known = declare(tensor, source)
+    known.fill_rows(np.array([7, 9000]))
+    known.fill_rows(np.array([9000, 7]))
+    known.fill_rows(np.array([9000, 3, 8, 3]))
+    assert source.asked == [[7, 9000], [3, 8]]
+    assert tensor[:, 0].nonzero().flatten().tolist() == [3, 7, 8, 9000]
+    known.source = other = Counting(6.0)  # a checkpoint
+    known.fill_rows(np.array([7]))
+    assert other.asked == [[7]]
+    assert tensor[[7, 8], 0].tolist() == [6.0, 5.0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sets(st.integers(0, 36), max_size=9))
+def test_rows_that_are_picked_are_those_of_the_table(ids: set[int]) -> None:
+    apart = tables_of(build_model(SPEC, SCHEMA, processes=2)).weights["a_b"]
+    known, picked = declared(apart), np.array(sorted(ids), np.int64)
+    assert known is not None
+    assert known.source is not None
+    assert torch.equal(known.source.pick(picked), known.rows(0, 37)[torch.from_numpy(picked)])
+    assert Zeros((3,)).pick(picked).shape == (len(ids), 3)
 
 
 def test_dense_parameters_are_the_same_whether_tables_are_declared_or_not() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import numpy as np
+import pytest
 import torch
 from jax.sharding import Mesh
+from torch import nn
 
-from twinstep.worker.embedding.collection import EmbeddingCollection
-from twinstep.worker.embedding.declared import Zeros, declare, declared, start_tables, untouched
+from twinstep.worker.embedding.collection import EmbeddingCollection, Lookup
+from twinstep.worker.embedding.declared import Declared, Zeros, declare, declared, start_tables, untouched
 from twinstep.worker.embedding.initial import Normal
 from twinstep.worker.embedding.sparsecore.device.around import AroundStep
 from twinstep.worker.embedding.sparsecore.device.engine import Engine
@@ -16,6 +21,8 @@ from twinstep.worker.embedding.sparsecore.live import LiveTables
 from twinstep.worker.embedding.sparsecore.optimizers import Adagrad
 from twinstep.worker.embedding.sparsecore.spec import Cores, Feature, Limits, Table
 from twinstep.worker.embedding.sparsecore.stacking import plan_stacks
+from twinstep.worker.train.processes import Process, Together
+from twinstep.worker.train.sparsecore import SparseCoreStepper
 
 ROWS, DIM = 40, 8
 IDS = np.arange(ROWS)
@@ -58,6 +65,38 @@ def test_a_table_that_nobody_reads_wipes_none_that_is_trained_when_it_is_filled_
     assert collection.weights["unread"].detach().abs().min() > 0
     devices.push_written()
     assert devices.rows_here("read", IDS).tobytes() == trained.tobytes()
+
+
+class Asking(nn.Module):
+    """A model that looks up the ids of a batch in one table."""
+
+    def __init__(self, collection: EmbeddingCollection) -> None:
+        super().__init__()
+        self.tables = collection
+
+    def lookups(self, batch: torch.Tensor) -> list[Lookup]:
+        return [Lookup("read", batch, torch.ones_like(batch, dtype=torch.bool))]
+
+
+def test_an_evaluation_before_the_first_step_asks_devices_where_they_have_the_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collection, optimizer = declared_tables("read", "unread")
+    stepper: Any = object.__new__(SparseCoreStepper)
+    stepper._model, stepper._together = Asking(collection), Together(Process(rank=0, count=1))
+    stepper._tables = LiveTables(collection, optimizer, "adagrad", unread={"unread"})
+    stepper._around = around(stepper._tables, "read")
+    stepper._compiler = SimpleNamespace(pull_rest=dict)
+    table = collection.weights["read"].detach()
+    stepper.pull_to_read()(torch.tensor([3]))  # nobody has them yet
+    assert table.abs().amin(dim=1).nonzero().flatten().tolist() == [3]
+    stepper._around.push()  # as going on from a checkpoint does
+    monkeypatch.setattr(Declared, "fill_rows", None)
+    stepper.pull_to_read()(torch.tensor([3, 30]))
+    assert table.abs().amin(dim=1).nonzero().flatten().tolist() == [3, 30]
+    first = declared(collection.weights["read"])
+    assert first is not None
+    assert torch.equal(table[[3, 30]], first.rows(3, 31, 27))
 
 
 def test_what_is_written_to_a_table_that_devices_have_is_taken() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +19,7 @@ from twinstep.worker.checkpoint.errors import DamagedError, ForeignError
 from twinstep.worker.checkpoint.manifest import MANIFEST, REMEDY, Manifest, Piece, TensorEntry, rows_as_bytes
 from twinstep.worker.checkpoint.place import Place, in_words
 
+Job = TypeVar("Job")
 READERS = 4  # threads: checksums of one piece are counted while the disk gives the next
 
 
@@ -41,6 +45,7 @@ class Reader:
         except Exception as error:
             raise _unread(f"{self._where}/{MANIFEST}", error) from error
         self.manifest = Manifest.from_bytes(content, where=self._where)
+        self._counting = threading.Lock()
         self.bytes_read = 0
         """Of data files, so far."""
 
@@ -59,9 +64,20 @@ class Reader:
         for piece in entry.pieces:
             first, last = max(start, piece.start), min(stop, piece.stop)
             if first < last:
-                part = torch.empty((piece.stop - piece.start, *entry.shape[1:]), dtype=out.dtype)
-                self._fill(path, piece, part, at=0)
-                out[first - start : last - start] = part[first - piece.start : last - piece.start]
+                out[first - start : last - start] = self._piece(path, piece)[first - piece.start : last - piece.start]
+        return out
+
+    def pick(self, path: str, ids: npt.NDArray[np.int64]) -> Tensor:
+        """Return some rows of a tensor, by ids that ascend; each piece that holds some of them is read once."""
+        entry = self._entry(path)
+        out = torch.empty((len(ids), *entry.shape[1:]), dtype=_dtype(entry))
+        cuts = [(piece, *np.searchsorted(ids, (piece.start, piece.stop)).tolist()) for piece in entry.pieces]
+
+        def take(cut: tuple[Piece, int, int]) -> None:
+            piece, first, last = cut
+            out[first:last] = self._piece(path, piece)[torch.from_numpy(ids[first:last] - piece.start)]
+
+        _at_once(take, [cut for cut in cuts if cut[1] < cut[2]])
         return out
 
     def tensors(self, buffers: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
@@ -73,9 +89,7 @@ class Reader:
         wanted = dict.fromkeys(self.manifest.tensors) if buffers is None else buffers
         found = {path: _buffer(self._entry(path), buffer) for path, buffer in wanted.items()}
         jobs = [(path, piece) for path in found for piece in self._entry(path).pieces]
-        with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as pool:
-            for _ in pool.map(lambda job: self._fill(job[0], job[1], found[job[0]], at=job[1].start), jobs):
-                pass
+        _at_once(lambda job: self._fill(job[0], job[1], found[job[0]], at=job[1].start), jobs)
         return found
 
     def verify(self) -> None:
@@ -92,6 +106,12 @@ class Reader:
             )
         return self.manifest.tensors[path]
 
+    def _piece(self, path: str, piece: Piece) -> Tensor:
+        entry = self._entry(path)
+        part = torch.empty((piece.stop - piece.start, *entry.shape[1:]), dtype=_dtype(entry))
+        self._fill(path, piece, part, at=0)
+        return part
+
     def _fill(self, path: str, piece: Piece, into: Tensor, *, at: int | None) -> None:
         """Read a piece into rows of a tensor from row `at` on; None: the tensor is as many bytes."""
         rows = piece.stop - piece.start
@@ -107,7 +127,8 @@ class Reader:
             raise DamagedError(f"{where} are cut short: {count} of {piece.size} bytes", remedy=REMEDY)
         if zlib.crc32(view) != piece.crc32:
             raise DamagedError(f"{where} are damaged: their checksum does not hold", remedy=REMEDY)
-        self.bytes_read += count
+        with self._counting:
+            self.bytes_read += count
 
 
 class SavedRows:
@@ -128,6 +149,17 @@ class SavedRows:
         if not self._first <= first <= stop <= self._first + len(self._kept):
             self._first, self._kept = first, self._reader.rows(self._path, first, stop)
         return self._kept[start - self._first : stop - self._first : step]
+
+    def pick(self, ids: npt.NDArray[np.int64]) -> Tensor:
+        """Return the rows of ids, which ascend."""
+        return self._reader.pick(self._path, ids)
+
+
+def _at_once(work: Callable[[Job], None], jobs: Sequence[Job]) -> None:
+    """Do all jobs, READERS at a time; raise what the first one that fails raises."""
+    with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as pool:
+        for _ in pool.map(work, jobs):
+            pass
 
 
 def _unread(what: str, error: Exception) -> UnavailableError:

@@ -24,10 +24,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from twinstep.spec.table_names import table_name
 from twinstep.worker.embedding.collection import EmbeddingTable, tables_of
-from twinstep.worker.embedding.initial import Initial, fill_first_rows, table_key
+from twinstep.worker.embedding.initial import Initial, fill_first_rows, first_rows, table_key
 
 NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which this Python has no name for: pages count when they are written
-FILL_ROWS = 1 << 12  # made together where single rows of a table are wanted
 
 
 class Source(Protocol):
@@ -35,6 +34,9 @@ class Source(Protocol):
 
     def rows(self, start: int, stop: int, step: int = 1) -> Tensor:
         """Return rows start, start + step, … below stop; the caller's own."""
+
+    def pick(self, ids: npt.NDArray[np.int64]) -> Tensor:
+        """Return the rows of ids, which ascend."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,10 @@ class FirstRows:
         made = torch.empty(len(range(start, stop, step)), self.dim)
         self.fill(made, start, step)
         return made
+
+    def pick(self, ids: npt.NDArray[np.int64]) -> Tensor:
+        """Make the rows of ids."""
+        return torch.from_numpy(first_rows(self.how, table_key(self.seed, self.table), ids, self.dim, np))
 
     def fill(self, out: Tensor, start: int = 0, step: int = 1) -> None:
         """Make rows in place."""
@@ -69,6 +75,10 @@ class Zeros:
         """Make rows."""
         return torch.zeros(len(range(start, stop, step)), *self.width, dtype=self.dtype)
 
+    def pick(self, ids: npt.NDArray[np.int64]) -> Tensor:
+        """Make as many rows as ids."""
+        return torch.zeros(len(ids), *self.width, dtype=self.dtype)
+
 
 class Declared:
     """What is known of one declared tensor.
@@ -82,6 +92,16 @@ class Declared:
         self._tensor, self.source = tensor.detach(), source
         self._rooms: dict[tuple[int, int], Tensor] = {}
         self._apart = False
+
+    @property
+    def source(self) -> Source | None:
+        """Where its rows come from, None: it has them, or devices alone do."""
+        return self._source
+
+    @source.setter
+    def source(self, source: Source | None) -> None:
+        self._source = source
+        self._filled: npt.NDArray[np.bool_] | None = None
 
     def room(self, start: int, stop: int) -> Tensor:
         """Return memory of its own for rows that this process saves: the same one each time, filled by whoever asks."""
@@ -111,12 +131,15 @@ class Declared:
             self.is_whole()
 
     def fill_rows(self, ids: npt.NDArray[np.int64]) -> None:
-        """Give the tensor these rows, and some beside them; nobody is told that it was written to."""
-        if self.source is not None:
-            values = self._tensor.numpy()
-            for block in np.unique(ids // FILL_ROWS).tolist():
-                start, stop = block * FILL_ROWS, min((block + 1) * FILL_ROWS, len(values))
-                values[start:stop] = self.source.rows(start, stop).numpy()
+        """Give the tensor these rows, where `fill_rows` did not before; nobody is told that it was written to."""
+        if self.source is None:
+            return
+        if self._filled is None:
+            self._filled = untouched(len(self._tensor), dtype=torch.bool).numpy()
+        new = np.unique(ids[~self._filled[ids]])
+        if len(new):
+            self._tensor.numpy()[new] = self.source.pick(new).numpy()
+            self._filled[new] = True
 
 
 _DECLARED = WeakTensorKeyDictionary()

@@ -99,9 +99,9 @@ class Reading:
         for each in lookups:
             ids = each.ids[each.valid].numpy()
             wanted[each.table] = np.union1d(wanted.get(each.table, ids[:0]), ids)
-        for table, ids in wanted.items():  # no step has run, so that nobody has them yet
-            if (known := declared(self._weights[table])) is not None:
-                known.fill_rows(ids)
+        for table, ids in wanted.items():
+            if table not in self._rows_here and (known := declared(self._weights[table])) is not None:
+                known.fill_rows(ids)  # nobody has them yet
         everyones = self._together.gather({table: wanted.get(table) for table in self._rows_here})
         for table, here in self._rows_here.items():
             asked = [found for each in everyones if (found := each[table]) is not None]

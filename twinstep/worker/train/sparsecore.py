@@ -188,7 +188,10 @@ class SparseCoreStepper(Stepper):
         if not own:
             return super().pull_to_read()
         self._compiler.pull_rest()
-        known = {table for table, part in own if part == WEIGHT} if self._tables.started else ()
+        there = bool(self._around.state)  # before the first step too, where the run goes on from a checkpoint
+        if there and not self._tables.started:
+            self._around.push_written()
+        known = {table for table, part in own if part == WEIGHT} if there else ()
         asked = {table: functools.partial(self._around.rows_here, table) for table in sorted(known)}
         return Reading(self._model, self._together, asked)
 
