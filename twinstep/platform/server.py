@@ -103,6 +103,7 @@ def assemble(
         store,
         backend,
         max_parallel_runs=settings.max_parallel_runs,
+        runs_modules=settings.runs_modules,
         every_seconds=settings.reconcile_seconds,
     )
     try:

@@ -30,6 +30,7 @@ TABLE = [
     ("it never comes up", S.STARTING, {}, Seen.ABSENT, {"launches": 3}, Do.FINISH, S.FAILED, "could not be started"),
     ("cancel while on its way", S.STARTING, {"cancel": True}, Seen.LAUNCHING, {}, Do.KEEP, None, ""),
     ("cancel before anything runs", S.STARTING, {"cancel": True}, Seen.ABSENT, {}, Do.FORBID, None, ""),
+    ("code that is not run here", S.STARTING, {"barred": True}, Seen.ABSENT, {}, Do.FORBID, None, ""),
     ("it runs", S.RUNNING, {}, Seen.ALIVE, {}, Do.KEEP, None, ""),
     ("cancel while it runs", S.RUNNING, {"cancel": True}, Seen.ALIVE, {}, Do.STOP, None, ""),
     ("its files are gone", S.RUNNING, {}, Seen.ABSENT, {}, Do.FINISH, S.FAILED, "directory is gone"),

@@ -12,14 +12,18 @@ import pytest
 from sqlalchemy import update
 
 from twinstep.platform.scheduler import reconcile, rundir
+from twinstep.platform.scheduler.decide import NEEDS_MODULES
+from twinstep.platform.scheduler.explain import explain
 from twinstep.platform.scheduler.local import LocalBackend
 from twinstep.platform.scheduler.reconcile import Reconciler
+from twinstep.platform.scheduler.runnable import check_runnable
 from twinstep.platform.settings import Settings, default_data_dir
 from twinstep.platform.store.attempts import Attempts, NewAttempt
 from twinstep.platform.store.store import Store
 from twinstep.platform.store.tables import JobRow
-from twinstep.spec.errors import UnavailableError
+from twinstep.spec.errors import SpecError, UnavailableError
 from twinstep.spec.job import JobSpec
+from twinstep.spec.parse import validate_spec
 from twinstep.spec.states import FINAL, RunState
 
 
@@ -34,7 +38,13 @@ class Plane:
         self.settings = settings
         self.store = Store(settings.database)
         self.backend = LocalBackend(settings.runs_dir, command=settings.worker_command, api_url="http://127.0.0.1:9")
-        self.reconciler = Reconciler(self.store, self.backend, max_parallel_runs=parallel, every_seconds=0.05)
+        self.reconciler = Reconciler(
+            self.store,
+            self.backend,
+            max_parallel_runs=parallel,
+            runs_modules=settings.runs_modules,
+            every_seconds=0.05,
+        )
 
     def close(self) -> None:
         self.backend.let_go()
@@ -166,12 +176,52 @@ def test_control_planes_that_share_a_queue_say_the_same_of_those_who_wait(planes
     mine = [plane.store.run(job.run_id) for job in jobs]
     assert [run.state for run in mine] == [RunState.STARTING] * 2 + [RunState.QUEUED] * 2
     assert [run.reason for run in mine[2:]] == ["waits for 2 runs ahead", "waits for 3 runs ahead"]
-    none = Reconciler(plane.store, plane.backend, max_parallel_runs=0, every_seconds=0.05)
+    none = Reconciler(plane.store, plane.backend, max_parallel_runs=0, runs_modules=True, every_seconds=0.05)
     none._backend = LocalBackend(settings.data_dir / "third", command=("false",), api_url="http://127.0.0.1:9")
     none.run_once()
     assert [plane.store.run(job.run_id).reason for job in jobs[2:]] == [run.reason for run in mine[2:]]
     with plane.store.database.write() as connection:  # its control plane is gone for good
         connection.exec_driver_sql("UPDATE runs SET home = NULL, state = 'cancelled' WHERE home = 'another'")
+
+
+def test_a_control_plane_that_runs_no_users_code_starts_none_that_another_took(planes, settings, wait) -> None:
+    """Whoever listens where others submit shares a database with one on loopback, which takes such jobs."""
+    taker = planes()
+    model = {"kind": "module", "factory": "nobody_has_this:build"}
+    spec = validate_spec({"name": "reports-1", "model": model})
+    own, none, built_in = (taker.store.create_job(each) for each in (spec, spec, JobSpec(name="reports-1")))
+    refuses = Plane(replace(settings, modules=False, data_dir=settings.data_dir / "shared"))
+    refuses.store.close()
+    refuses.store = refuses.reconciler._store = taker.store
+    with pytest.raises(SpecError):
+        check_runnable(spec, refuses.settings)
+    refuses.passes_until(built_in.run_id, *FINAL, wait=wait)
+    refuses.reconciler.run_once()
+    run = taker.store.run(own.run_id)
+    assert (run.state, run.reason) == (RunState.QUEUED, NEEDS_MODULES)
+    assert explain(taker.store.job(own.id)).cause == "needs_modules"
+    taker.store.request_cancel(none.run_id, actor="user")
+    refuses.reconciler.run_once()
+    assert taker.store.run(none.run_id).state is RunState.CANCELLED
+    taker.passes_until(own.run_id, *FINAL, wait=wait)
+    assert [plane.starts(own.run_id) for plane in (taker, refuses)] == [1, 0]
+
+
+def test_of_runs_that_wait_control_planes_that_differ_do_not_write_by_turns(planes, settings) -> None:
+    taker = planes()
+    taker.store.create_job(JobSpec(name="sleeps"))
+    own = taker.store.create_job(
+        validate_spec({"name": "own", "model": {"kind": "module", "factory": "nobody_has_this:build"}})
+    )
+    refuses = Plane(replace(settings, modules=False, data_dir=settings.data_dir / "shared"))
+    refuses.store.close()
+    refuses.store = refuses.reconciler._store = taker.store
+    said = []
+    for plane in (refuses, taker, refuses, taker, refuses):
+        plane.reconciler.run_once()
+        said.append(taker.store.run(own.run_id).reason)
+    assert said == [NEEDS_MODULES, *["waits for 1 run ahead"] * 4]
+    refuses.backend.let_go()
 
 
 def test_a_queued_run_is_cancelled_without_ever_starting(planes, wait) -> None:

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from twinstep.spec.states import FINAL, RunState
 
+NEEDS_MODULES = "waits for a control plane started with --modules"
 MAX_LAUNCHES = 3  # a supervisor that cannot start thrice will not start the fourth time
 
 
@@ -60,6 +61,8 @@ class Wanted:
     max_wait_seconds: float | None = None
     ahead: int = 0
     """Runs that come first: those that hold a slot, and those that were submitted earlier."""
+    barred: bool = False
+    """It is code of its submitter's own, which this control plane runs none of; another may."""
     max_seconds: float | None = None
     stop_grace_seconds: float = 10.0
 
@@ -119,6 +122,11 @@ def _before_start(wanted: Wanted) -> Action:
     limit = wanted.max_wait_seconds
     if limit is not None and wanted.waited_seconds > limit and not wanted.slot_free:  # else it can start, and does
         return _finish(RunState.FAILED, wait_limit(limit))
+    if wanted.barred:
+        if wanted.state is RunState.PENDING:
+            return Action(do=Do.ENQUEUE, reason=NEEDS_MODULES)
+        # One that may start it says which place it has, and starts it once it is first.
+        return KEEP if wanted.ahead else Action(do=Do.EXPLAIN, reason=NEEDS_MODULES)
     waits = waits_for(wanted.ahead) if not wanted.slot_free else "is next to start"
     if wanted.state is RunState.PENDING:
         return Action(do=Do.ENQUEUE, reason=waits)
@@ -126,7 +134,7 @@ def _before_start(wanted: Wanted) -> Action:
 
 
 def _absent(wanted: Wanted, sight: Sight) -> Action:
-    if wanted.cancel_requested_at is not None:
+    if wanted.cancel_requested_at is not None or (wanted.barred and wanted.state is RunState.STARTING):
         return Action(do=Do.FORBID)
     if wanted.state is not RunState.STARTING:  # it did run once: starting it again would be a second run
         return _finish(RunState.FAILED, "its directory is gone, and its worker with it")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from twinstep.platform.scheduler.cluster.causes import failed as pods_failed
 from twinstep.platform.scheduler.cluster.causes import waiting as cluster_waits
 from twinstep.platform.scheduler.cluster.diagnose import words_of
+from twinstep.platform.scheduler.decide import NEEDS_MODULES
 from twinstep.platform.store.records import Diagnosis, Event, JobDetail, View
 from twinstep.spec.states import RunState
 from twinstep.spec.words import duration
@@ -179,6 +180,11 @@ def _waiting(job: JobDetail, waited: str) -> Explanation:
         return _said(
             job, "waits_for_others", f"the job {ahead[0]}: the control plane runs only so many at once{waited}",
             "wait, cancel one of them, or start the control plane with a larger --max-parallel",
+        )  # fmt: skip
+    if job.reason == NEEDS_MODULES:
+        return _said(
+            job, "needs_modules", f"the job {job.reason}: its model is code of its submitter's own{waited}",
+            "have one started so, where every submitter may run code, or run it on your machine: twinstep train",
         )  # fmt: skip
     return _said(job, "waits", f"the job {job.reason}{waited}", "nothing, unless it stays so")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -18,6 +19,7 @@ from twinstep.platform.scheduler.passes import Passes, trouble_with
 from twinstep.platform.store.records import Run
 from twinstep.platform.store.store import Store
 from twinstep.spec.job import JobSpec
+from twinstep.spec.module import ModuleSpec
 from twinstep.spec.running import RuntimeSpec
 from twinstep.spec.states import ACTIVE, RunState
 
@@ -37,18 +39,36 @@ class _Spool:
     """Everything before it is stored."""
 
 
+class _Asks(NamedTuple):
+    """What the spec of a run that waits says of its start."""
+
+    max_wait_seconds: float | None
+    own_code: bool
+    """Its model is code of its submitter's own."""
+
+
 class Reconciler(Passes):
     """The loop over the runs of this machine, and one pass of it."""
 
-    def __init__(self, store: Store, backend: LocalBackend, *, max_parallel_runs: int, every_seconds: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        backend: LocalBackend,
+        *,
+        max_parallel_runs: int,
+        runs_modules: bool,
+        every_seconds: float,
+    ) -> None:
+        """`runs_modules` says whether jobs of their submitters' own code are started here; see Settings."""
         super().__init__("reconciler", every_seconds=every_seconds)
         self._store = store
         self._backend = backend
         self._slots = max_parallel_runs
+        self._runs_modules = runs_modules
         self._spools: dict[str, _Spool] = {}
         """Per live run; lost at a restart, after which a spool is read from its beginning once more."""
-        self._limits: dict[str, float | None] = {}
-        """Of the wait of each run that waits."""
+        self._asks: dict[str, _Asks] = {}
+        """Of each run that waits; a run's spec never changes."""
         self._waits_since: dict[str, float] = {}
         """Since when this process has seen each of them wait, of a clock that nobody sets: neither that nor a time
         without a control plane, in which nothing could start, ends a wait."""
@@ -60,7 +80,7 @@ class Reconciler(Passes):
         held, now = sum(run.state in ACTIVE for run in runs), time.monotonic()
         waiting = {run.id for run in runs if run.state not in ACTIVE}
         self._waits_since = {run_id: self._waits_since.get(run_id, now) for run_id in waiting}
-        self._limits = {run_id: limit for run_id, limit in self._limits.items() if run_id in waiting}
+        self._asks = {run_id: asks for run_id, asks in self._asks.items() if run_id in waiting}
         # Of all control planes: each says the same of a run that waits for any of them.
         ahead, told = sum(run.state in ACTIVE for run in everybodys), []
         holders = {run.job_id for run in everybodys if run.state in ACTIVE}
@@ -71,14 +91,19 @@ class Reconciler(Passes):
                     if run.state in ACTIVE:
                         self._look_after(run)
                         continue
-                    slot_free = held < self._slots and run.job_id not in holders
+                    asks = self._asked_by(run)
+                    barred = asks.own_code and not self._runs_modules
+                    slot_free = held < self._slots and run.job_id not in holders and not barred
                     wanted = replace(
                         _wanted(run, slot_free=slot_free, ahead=ahead),
                         waited_seconds=now - self._waits_since[run.id],
-                        max_wait_seconds=self._wait_limit(run),
+                        max_wait_seconds=asks.max_wait_seconds,
+                        barred=barred,
                     )
                     action = decide(wanted, _UNSEEN)
                     ahead += 1
+                    if action.do is Do.KEEP:
+                        continue
                     if action.do is Do.EXPLAIN:
                         told.append((run, action.reason))
                         continue
@@ -111,14 +136,15 @@ class Reconciler(Passes):
     def _look_after(self, run: Run) -> None:
         spec = self._spec(run)
         sight = self._backend.observe(run.id)
-        self._apply(run, decide(_wanted(run, spec=spec), sight), sight, spec)
+        wanted = replace(_wanted(run, spec=spec), barred=_own_code(spec) and not self._runs_modules)
+        self._apply(run, decide(wanted, sight), sight, spec)
 
-    def _wait_limit(self, run: Run) -> float | None:
-        """Return the limit of a run's wait, which is read once."""
-        if run.id not in self._limits:
+    def _asked_by(self, run: Run) -> _Asks:
+        """Return what a waiting run's spec asks, which is read once."""
+        if run.id not in self._asks:
             spec = self._spec(run)
-            self._limits[run.id] = None if spec is None else spec.runtime.max_wait_seconds
-        return self._limits[run.id]
+            self._asks[run.id] = _Asks(None if spec is None else spec.runtime.max_wait_seconds, _own_code(spec))
+        return self._asks[run.id]
 
     def _spec(self, run: Run) -> JobSpec | None:
         """Return a run's spec; None where an older or newer version wrote it, and this one cannot read it."""
@@ -196,6 +222,10 @@ class Reconciler(Passes):
             token_hash=token_hash,
             home=home,
         )
+
+
+def _own_code(spec: JobSpec | None) -> bool:
+    return spec is not None and isinstance(spec.model, ModuleSpec)
 
 
 def _wanted(run: Run, *, spec: JobSpec | None = None, slot_free: bool = False, ahead: int = 0) -> Wanted:
