@@ -9,10 +9,13 @@ with is a ModuleConfig; what its module is called with is the batch that built-i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -177,7 +180,7 @@ class GradedModule(nn.Module):
 def build_module(spec: JobSpec, schema: AnySchema) -> GradedModule:
     """Return the module that a spec's factory makes, graded; filled from `spec.train.seed`, on the default device.
 
-    torch's own generator is left alone.
+    Generators of torch, numpy and Python are left alone.
 
     Raises:
         SpecError: the factory cannot be imported, is not there, or does not take its arguments.
@@ -188,8 +191,7 @@ def build_module(spec: JobSpec, schema: AnySchema) -> GradedModule:
     factory, config = find_factory(model), module_config(spec, schema)
     check_arguments(factory, model, config)
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(spec.train.seed)
+        with _seeded(spec.train.seed):
             made = factory(config, **model.arguments)
     except (TwinstepError, MemoryError, ToldToStop):
         raise
@@ -203,6 +205,21 @@ def build_module(spec: JobSpec, schema: AnySchema) -> GradedModule:
         made = made.to("meta")  # what was read from arrays is elsewhere yet
     _check_module(made, config, spec)
     return GradedModule(made, config, named=model.factory, own_loss=spec.embedding.engine != "torchrec")
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the generators that a factory may draw first values from, and leave them as they were."""
+    plain, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            yield
+    finally:
+        random.setstate(plain)
+        np.random.set_state(arrays)
 
 
 def _check_module(made: Any, config: ModuleConfig, spec: JobSpec) -> None:

@@ -7,6 +7,7 @@ no zero) has it still.
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
 from twinstep.worker.compile.state import materialise
 from twinstep.worker.data.multi_hot import AnyBatch, AnySchema
@@ -32,9 +34,16 @@ RowsHere = Callable[[Ids], npt.NDArray[np.float32]]
 
 
 def build(spec: JobSpec, schema: AnySchema, together: Together) -> tuple[nn.Module, dict[str, Optimizer]]:
-    """Return a run's model and its optimizers, `dense` and `sparse`."""
+    """Return a run's model and its optimizers, `dense` and `sparse`.
+
+    Raises:
+        TrainError: processes of the run made a user's module with other tensors than each other.
+        SpecError, TrainError: see `build_model`.
+    """
     if not declares(spec, together):
         model = build_model(spec, schema)
+        if spec.model.kind == "module":
+            _check_alike(model, together)
         return model, build_optimizers(spec.optimizers, model)
     model = build_model(spec, schema, processes=together.process.count)
     dense, tables = split_parameters(model)
@@ -55,6 +64,36 @@ def declares(spec: JobSpec, together: Together) -> bool:
         and spec.train.on_nan == "stop"
         and not (sparse.kind == "sgd" and sparse.momentum)
     )
+
+
+def _check_alike(model: nn.Module, together: Together) -> None:
+    """Hold the tensors that each process's factory made to those of the first, in order: all are taken for copies."""
+    if not together.several:
+        return
+    named = [*model.named_parameters(), *model.named_buffers()]
+    first, *others = together.gather([(name.removeprefix("module."), _sum_of(each)) for name, each in named])
+    for rank, made in enumerate(others, 1):
+        if made == first:
+            continue
+        short = min(len(made), len(first))
+        at = next((number for number in range(short) if made[number] != first[number]), short)
+        here, there = (each[at][0] if at < len(each) else "nothing more" for each in (made, first))
+        what = (
+            f"makes {here} with other first values, or another shape"
+            if here == there
+            else f"makes {here} where the first one makes {there}"
+        )
+        raise TrainError(
+            f"process {rank} of the run {what}: model.factory is called in each, and all must make the same",
+            remedy="draw first values from torch's own generator, which is seeded, or from one that you seed; make "
+            "parts in no order of a set",
+        )
+
+
+def _sum_of(tensor: Tensor) -> int:
+    """Return a checksum of a tensor's type, shape and values."""
+    kind = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data, kind)
 
 
 def has_declared(model: nn.Module) -> bool:
