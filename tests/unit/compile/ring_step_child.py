@@ -84,7 +84,7 @@ def of_a_spec(base: dict[str, Any], devices: int, kind: str, steps: int = 4) -> 
     step = make_train_step(clip_norm=1.0)
     compiled = StepCompiler(
         step, model, build_optimizers(spec.optimizers, model), backend="xla", mesh={"data": devices},
-        batch_dims=BATCH_DIMS | MULTI_HOT_DIMS, strategies=strategies_of(spec.compile, spec.embedding.engine),
+        batch_dims=BATCH_DIMS | MULTI_HOT_DIMS, strategies=strategies_of(spec.compile, spec.embedding.engine, model),
     )  # fmt: skip
     eager = StepCompiler(step, theirs, build_optimizers(spec.optimizers, theirs), backend="eager")
     outputs = []

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from twinstep.spec.errors import SpecError
 from twinstep.spec.job import CompileSpec
 from twinstep.spec.parse import validate_spec
 from twinstep.spec.placement import Mesh, Placed, place
 from twinstep.worker.compile.strategies import RingEmbedding, resolve
+from twinstep.worker.embedding.collection import EmbeddingCollection
 from twinstep.worker.train.asked import strategies_of
 
 pytestmark = pytest.mark.timeout(960)
@@ -96,9 +99,28 @@ def test_a_table_in_a_ring_is_split_whatever_its_size() -> None:
     assert found.extra == (2, 2)
 
 
+class Named(nn.Module):
+    """A collection, and a plain layer whose parameters are called as a table's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = EmbeddingCollection({"type": (6, 8), "items[0]": (6, 8)})
+        self.embeddings = nn.ModuleList([nn.Linear(8, 6)])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_ring_is_for_the_tables_of_a_model_and_for_no_layer_of_such_a_name(device: str) -> None:
+    with torch.device(device):
+        model = nn.Sequential(Named())
+    ring = resolve(strategies_of(CompileSpec(), "ring", model))["ring_embedding"]
+    assert isinstance(ring, RingEmbedding)
+    tables = {"0.tables.embeddings.type~.weight", "0.tables.embeddings.items[0].weight"}
+    assert {name for name, _ in model.named_parameters() if ring.names(name)} == tables
+
+
 def test_a_ring_always_has_row_updates() -> None:
     for given in (CompileSpec(), CompileSpec(strategies=()), CompileSpec(strategies=("sparse_embedding",))):
-        assert {"sparse_embedding", "ring_embedding"} <= set(resolve(strategies_of(given, "ring")))
+        assert {"sparse_embedding", "ring_embedding"} <= set(resolve(strategies_of(given, "ring", Named())))
     assert strategies_of(CompileSpec(), "dense") is None
     assert RingEmbedding(parameters=("*.weight",)).names("a.weight")
     assert not RingEmbedding(parameters=("*.weight",)).names("a.bias")

@@ -51,7 +51,7 @@ def key_of(spec: JobSpec, dataset: Dataset, *, there: bool) -> CompileKey:
         backend="xla",
         mesh=mesh_for(spec),
         batch_dims=BATCH_DIMS | MULTI_HOT_DIMS,
-        strategies=strategies_of(spec.compile, spec.embedding.engine),
+        strategies=strategies_of(spec.compile, spec.embedding.engine, model),
         ahead=True,
     )
     loader = Loader(dataset, spec.data, seed=spec.train.seed)
@@ -107,7 +107,7 @@ def sparsecore_key_ahead(spec: JobSpec, dataset: Dataset) -> CompileKey:
         backend="xla",
         mesh=mesh_for(spec),
         batch_dims=parts.batch_dims,
-        strategies=strategies_of(spec.compile, spec.embedding.engine),
+        strategies=strategies_of(spec.compile, spec.embedding.engine, model),
         around=parts.around(device_mesh(1)),
         ahead=True,
     )

@@ -155,7 +155,7 @@ def compile_here(
     batch = meta_multi_hot(schema, spec.data) if isinstance(schema, MultiHotSchema) else meta_batch(schema, spec.data)
     how: dict[str, Any] = {
         "topology": topology,
-        "strategies": strategies_of(spec.compile, spec.embedding.engine) if strategies is None else strategies,
+        "strategies": strategies_of(spec.compile, spec.embedding.engine, model) if strategies is None else strategies,
         "batch_size": spec.data.batch_size,
         "sizes": sizes_of(spec),
         "effort": effort,

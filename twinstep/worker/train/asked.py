@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 from twinstep.spec.accelerator import TpuSpec
 from twinstep.spec.job import CompileSpec, DataSpec, JobSpec
@@ -17,16 +20,20 @@ from twinstep.worker.compile.strategies import (
     SparseEmbedding,
     Strategy,
 )
+from twinstep.worker.embedding.collection import tables_of
 from twinstep.worker.train.environment import cache_path, mesh_axes
 
 MIB = 1 << 20
 
 
-RING = RingEmbedding(parameters=("*.embeddings.*.weight",))  # an EmbeddingCollection's, whatever its own name is
+def strategies_of(
+    spec: CompileSpec, engine: str = "dense", model: nn.Module | None = None
+) -> tuple[Strategy | str, ...] | None:
+    """Return the strategies of a spec with an engine of its tables; None: the defaults.
 
-
-def strategies_of(spec: CompileSpec, engine: str = "dense") -> tuple[Strategy | str, ...] | None:
-    """Return the strategies of a spec with an engine of its tables; None: the defaults."""
+    Args:
+        model: whose tables the engine `ring` is for; other engines need none.
+    """
     if spec.strategies is None and spec.memory_budget_mib is None and engine != "ring":
         return None
     names: tuple[Strategy | str, ...] = DEFAULT_STRATEGIES if spec.strategies is None else spec.strategies
@@ -37,10 +44,18 @@ def strategies_of(spec: CompileSpec, engine: str = "dense") -> tuple[Strategy | 
             if SparseEmbedding.name in {each if isinstance(each, str) else each.name for each in names}
             else (SparseEmbedding(),)
         )
-        names = (*names, *rows, RING)
+        assert model is not None, "a ring names its tables"  # noqa: S101
+        names = (*names, *rows, ring_of(model))
     if spec.memory_budget_mib is None:
         return names
     return (*names, Rematerialise(budget_bytes=spec.memory_budget_mib * MIB))
+
+
+def ring_of(model: nn.Module) -> RingEmbedding:
+    """Return the strategy that passes a model's own tables around, whatever its other parameters are called."""
+    tables = {id(weight) for weight in tables_of(model).weights.values()}
+    named = model.named_parameters()
+    return RingEmbedding(parameters=tuple(glob.escape(name) for name, each in named if id(each) in tables))
 
 
 def sizes_of(spec: JobSpec) -> dict[str, int]:

@@ -62,7 +62,7 @@ class Parts:
             "backend": spec.compile.backend,
             "mesh": mesh_for(spec),
             "shipped": shipped_for(spec),
-            "strategies": strategies_of(spec.compile, spec.embedding.engine),
+            "strategies": strategies_of(spec.compile, spec.embedding.engine, self.model),
             "cache_dir": cache_directory(spec),
             "on_start": self.on_start,
             "on_event": self.on_event,

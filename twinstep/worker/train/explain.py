@@ -65,7 +65,7 @@ def look_at(
         backend=chosen.backend,
         batch_dims=BATCH_DIMS | MULTI_HOT_DIMS,
         mesh=mesh_for(spec),
-        strategies=strategies_of(chosen, spec.embedding.engine),
+        strategies=strategies_of(chosen, spec.embedding.engine, model),
     )
     say("capturing the step")
     return compiler.look(batch, sizes={"batch_size": spec.data.batch_size, "uih_len": spec.data.uih_len})
