@@ -10,6 +10,7 @@ import dataclasses
 import json
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,20 @@ OWN = DLRMV3 | {
     },
 }  # fmt: skip
 
+PLAIN = """
+import torch
+from torch import nn
+
+class Ranker(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.rows = nn.Embedding(config.tables[0].rows, config.tables[0].dim)
+        self.out = nn.Linear(config.tables[0].dim, 1)
+
+    def forward(self, batch):
+        return self.out(self.rows(batch.cand_ids[0])).squeeze(-1).expand(batch.labels.shape)
+"""
+
 
 def errors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert set(ours) == set(theirs)
@@ -93,6 +108,14 @@ def of_a_spec(base: dict[str, Any], devices: int, kind: str, steps: int = 4) -> 
         found, wanted = compiled(batch), eager(batch)
         outputs += [float((found.loss - wanted.loss).abs()), float((found.logits - wanted.logits).abs().max())]
     return {"outputs": max(outputs), **looked_at(compiled, batch, model, theirs)}
+
+
+def without_a_collection(devices: int, kind: str) -> Any:
+    """Train a user's module that looks rows up in an nn.Embedding of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "plain_ranker.py").write_text(PLAIN)
+        model = {"kind": "module", "factory": "plain_ranker:Ranker", "embedding_dim": 16, "source": folder}
+        return of_a_spec({**DLRMV3, "model": model}, devices, kind)
 
 
 def looked_at(compiled: StepCompiler, batch: Any, model: nn.Module, theirs: nn.Module) -> dict[str, Any]:
@@ -207,6 +230,8 @@ def run(name: str) -> Any:
     what, devices, kind = name.split("/")[:3]
     if what in (specs := {"dlrmv3": DLRMV3, "dlrm": DLRM, "own": OWN}):
         return of_a_spec(specs[what], int(devices), kind)
+    if what == "plain":
+        return without_a_collection(int(devices), kind)
     if what == "kernel":
         return by_kernel(kind, int(devices))
     return small(kind, int(name.split("/")[3]), int(devices))

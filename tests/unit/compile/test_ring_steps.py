@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(960)
 CHILD = Path(__file__).with_name("ring_step_child.py")
 QUICK = ("small/8/sgd/0", "small/4/adagrad/3", "small/8/rowwise_adagrad/0", "small/4/adam/0", "small/4/adam/3")
 KERNEL = "kernel/2/adagrad"
+PLAIN = "plain/4/rowwise_adagrad"
 SPECS = ("dlrmv3/4/rowwise_adagrad", "dlrm/8/adagrad")
 # DLRMv3 takes no element-wise Adagrad: its first update of a gradient near 0 is the sign of rounding, times the rate.
 MORE = ("own/4/rowwise_adagrad", "dlrmv3/8/rowwise_adagrad", "dlrm/4/sgd", "dlrmv3/4/sgd", "dlrm/8/rowwise_adagrad")
@@ -47,7 +48,7 @@ def run(*cases: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return run(*QUICK, *SPECS, KERNEL)
+    return run(*QUICK, *SPECS, KERNEL, PLAIN)
 
 
 def holds(case: dict[str, Any]) -> None:
@@ -72,6 +73,13 @@ def test_a_specs_step_around_a_ring_is_its_eager_step(found: dict[str, Any], nam
 @pytest.mark.parametrize("name", MORE)
 def test_more_specs_steps_around_a_ring_are_eager_steps(name: str) -> None:
     holds(run(name)[name])
+
+
+def test_a_module_of_its_own_tables_alone_trains_where_a_spec_has_a_ring(found: dict[str, Any]) -> None:
+    case = found[PLAIN]
+    assert case["outputs"] <= 5e-5
+    assert case["state"] <= 2e-5
+    assert case["split"] == [], "an nn.Embedding outside of a collection is a parameter like any other"
 
 
 def test_a_step_whose_rows_are_lines_looks_them_up_by_the_kernel(found: dict[str, Any]) -> None:

@@ -221,6 +221,17 @@ def test_an_engine_of_tables_says_what_it_needs(tmp_path: Path, old: str, new: s
     assert re.search(said, found.problem), found.problem
 
 
+def test_a_module_without_a_collection_is_taken_where_no_spec_named_an_engine(tmp_path: Path) -> None:
+    slice_ = {"kind": "tpu", "generation": "v5p", "topology": "2x2x1"}
+    text = GOOD.replace("config.embedding_collection()", "nn.Embedding(config.tables[0].rows, 8)").replace(
+        "self.tables(each.table, each.ids, each.valid)", "self.tables(each.ids)"
+    )
+    spec = spec_of(tmp_path, text, accelerator=slice_)
+    assert spec.embedding.engine == "ring"
+    model, batch = built(spec)
+    assert model(batch).logits.shape == batch.labels.shape
+
+
 def test_a_loss_of_its_own_is_trained_and_refused_where_it_could_not_be_weighed(tmp_path: Path) -> None:
     text = GOOD.replace("return self.out(rows", "logits = self.out(rows").replace(
         ".reshape(batch.labels.shape)\n",

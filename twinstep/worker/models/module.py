@@ -250,7 +250,7 @@ def _check_module(made: Any, config: ModuleConfig, spec: JobSpec) -> None:
                 f"{list(tables[name]) if name in tables else 'none'}",
                 remedy="make tables with config.embedding_collection(); model.embedding_dim is their width",
             )
-    if engine != "dense":
+    if engine in GIVEN_ROWS:
         _check_engine(made, collections, named, engine)
 
 
@@ -260,8 +260,6 @@ def _check_engine(made: nn.Module, collections: Sequence[EmbeddingCollection], n
             f"{named} makes no embedding collection, and embedding.engine {engine} is for its tables",
             remedy="make tables with config.embedding_collection(), or embedding.engine: dense",
         )
-    if engine not in GIVEN_ROWS:
-        return
     if not callable(getattr(made, "lookups", None)):
         raise TrainError(
             f"{named} returns a module without a method lookups, which embedding.engine {engine} asks before each step",
