@@ -92,6 +92,14 @@ def score(
     ] = None,
     part: Annotated[Part, typer.Option("--part", help="Held-out events alone, or all of them.")] = Part.HELD_OUT,
     batch_size: Annotated[int | None, typer.Option("--batch-size", min=1, max=65536, help="Samples at a time.")] = None,
+    code: Annotated[
+        Path | None,
+        typer.Option(
+            "--source",
+            metavar="FOLDER",
+            help="Of your own module: where its package lies, else where Python looks; the export's own is not taken.",
+        ),
+    ] = None,
     as_json: JsonOpt = False,
 ) -> int:
     """Score candidates with an exported model, in batches; one row each. Experimental."""
@@ -101,7 +109,7 @@ def score(
     except ModuleNotFoundError as error:
         raise needs_worker("scoring", error) from None
     with _unwound_by_sigterm():
-        found = run(where, out, data=data, part=part.value, batch_size=batch_size)
+        found = run(where, out, data=data, part=part.value, batch_size=batch_size, source=code)
     if as_json:
         told = {"out": found.out, "candidates": found.candidates, "int8": found.int8, "scores": found.scores.values()}
         print_json({"score": told})

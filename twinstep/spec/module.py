@@ -1,6 +1,6 @@
 """A user's own nn.Module in a job spec: where its factory is found, what it is called with. Text alone.
 
-Nothing here imports it: a control plane stores these words, and only a run's worker acts on them.
+Nothing here imports it: a control plane stores these words, and only what builds the model acts on them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ModuleSpec(Spec):
         str, Field(min_length=3, max_length=256, pattern=FACTORY, examples=[EXAMPLE]), BeforeValidator(_factory)
     ]
     """`package.module:name` of a function or class; called as `name(config, **arguments)`, with a
-    `twinstep.ModuleConfig`, it returns an `nn.Module`. Only a run's worker imports it."""
+    `twinstep.ModuleConfig`, it returns an `nn.Module`. No control plane imports it."""
     source: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")] | None = None
     """Local folder, by its whole path, that the package lies in, where the worker is; null: where Python looks."""
     arguments: Annotated[

@@ -391,3 +391,8 @@ def test_batches_to_score_are_of_any_size_whatever_the_model_was_trained_on(
     assert _with(spec, None, size) == spec.model_copy(
         update={"data": spec.data.model_copy(update={"batch_size": size})}
     )
+
+
+def test_a_folder_of_code_is_for_a_users_own_module(of_run: tuple[RunSummary, str, Path], tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="needs no code from"):
+        score(str(of_run[2]), tmp_path / "scores.csv", source=tmp_path)

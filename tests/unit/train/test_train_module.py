@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
-from twinstep.spec.errors import CaptureError, TrainError
+from twinstep.spec.errors import CaptureError, SpecError, TrainError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import parse_spec, validate_spec
 from twinstep.spec.report import RunSummary
@@ -219,10 +219,38 @@ def test_a_forward_that_depends_on_data_is_refused_with_its_own_line(package: Ca
     assert "return a tensor of the shape [1, 32, 1]" in caught.value.remedy
 
 
+def test_the_folder_that_an_export_names_is_not_imported_from_unasked(
+    tmp_path: Path, package: Callable[..., JobSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = package(
+        BAGS + "\nimport pathlib\npathlib.Path(__file__).with_name('ran').touch()\n",
+        "Clicks",
+        train={"steps": 1, "eval_batches": 1},
+        checkpoint={"path": str(tmp_path / "saved"), "every_steps": 1},
+    )
+    trained(spec)
+    where, out = str(tmp_path / "export"), tmp_path / "scores.csv"
+    export(str(tmp_path / "saved"), where)
+    sys.modules.pop("changing_ranker")
+    sys.path.remove(str(tmp_path))
+    (tmp_path / "ran").unlink()
+    with pytest.raises(SpecError, match=f"no changing_ranker; the folder .*not taken unasked: {tmp_path}") as caught:
+        score(where, out)
+    assert "--source" in caught.value.remedy
+    assert not (tmp_path / "ran").exists()
+    assert score(where, out, source=tmp_path).candidates
+    assert (tmp_path / "ran").exists()
+    sys.modules.pop("changing_ranker")
+    sys.path.remove(str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert score(where, tmp_path / "again.csv").candidates
+    monkeypatch.undo()
+
+
 def test_it_is_exported_scored_explained_and_its_tables_are_looked_at(tmp_path: Path) -> None:
     summary = trained(example(train={"steps": 6}, checkpoint={"path": str(tmp_path / "saved"), "every_steps": 6}))
     export(str(tmp_path / "saved"), str(tmp_path / "out"))
-    scored = score(str(tmp_path / "out"), tmp_path / "scores.csv")
+    scored = score(str(tmp_path / "out"), tmp_path / "scores.csv", source=EXAMPLE.parent)
     assert scored.scores.values()["auc"] == summary.auc
     seen = look_at_tables(example(), batches=1)
     assert {each["table"] for each in seen["tables"]} == {"item_id", "user_id", "segment"}

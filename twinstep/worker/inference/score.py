@@ -8,8 +8,10 @@ Scoring is what an evaluation does, batch for batch, so scores are the evaluatio
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from twinstep.spec.errors import ConflictError, DataError, SpecError, UnavailableError
 from twinstep.spec.job import DATASETS_OF_FILES, JobSpec
+from twinstep.spec.module import ModuleSpec
 from twinstep.spec.parse import validate_spec
 from twinstep.worker.data.datasets import Dataset, load_dataset
 from twinstep.worker.data.events import Ints
@@ -51,7 +54,13 @@ class Scored:
 
 
 def score(
-    where: str, out: Path, *, data: str | None = None, part: Part = "held-out", batch_size: int | None = None
+    where: str,
+    out: Path,
+    *,
+    data: str | None = None,
+    part: Part = "held-out",
+    batch_size: int | None = None,
+    source: Path | None = None,
 ) -> Scored:
     """Score candidates and write one row for each, in the order of samples: by time of their first candidate.
 
@@ -62,17 +71,20 @@ def score(
         part: `held-out`: the events that the spec's split holds out; `all`: every event.
         batch_size: samples at a time; the spec's where none is given. Attention divides by the longest row of a
             batch, so another size gives other scores.
+        source: of a user's own module: folder that its package lies in; None: where Python looks. The folder that the
+            export names is not looked into, since to import what lies there is to run it.
 
     Raises:
         NotFoundError, DamagedError, ForeignError: see `open_export`.
-        SpecError: `batch_size` is not one that a spec can have, or `data` is given where the dataset has no files.
+        SpecError: `batch_size` is not one that a spec can have, `data` is given where the dataset has no files, or the
+            package of a user's own module is not found.
         DataError: the data is missing, or of another schema than the model's.
         UnavailableError: `out` has another ending, or cannot be written.
         ConflictError: `out` is there already.
     """
     check_format(out)
     spec, schema, values, manifest = open_export(where)
-    spec = _with(spec, data, batch_size)
+    spec = _with_code(_with(spec, data, batch_size), source)
     dataset = load_dataset(spec.data)
     _check_schema(schema, dataset.schema)
     if part == "all":
@@ -130,6 +142,28 @@ def _with(spec: JobSpec, data: str | None, batch_size: int | None) -> JobSpec:
     parts = spec.model_dump(mode="json", include={"name", "model", "data"})
     asked = parts | {"data": parts["data"] | changed, "compile": {"backend": "eager"}}
     return spec.model_copy(update={"data": validate_spec(asked, source="what to score").data})
+
+
+def _with_code(spec: JobSpec, source: Path | None) -> JobSpec:
+    """Return the spec with the place of a user's own module that was given here, not with the export's."""
+    model = spec.model
+    if not isinstance(model, ModuleSpec):
+        if source is not None:
+            raise SpecError(
+                f"the model is Twinstep's {model.kind}, and needs no code from {source}", remedy="leave --source out"
+            )
+        return spec
+    top = model.factory.partition(":")[0].partition(".")[0]
+    if source is None and top not in sys.modules and importlib.util.find_spec(top) is None:
+        named = (
+            "" if model.source is None else f"; the folder that the export names is not taken unasked: {model.source}"
+        )
+        raise SpecError(
+            f"the export is of {model.factory}, and Python finds no {top}{named}",
+            remedy=f"--source FOLDER, where {top} lies whose code you trust, or have it on PYTHONPATH",
+        )
+    place = None if source is None else str(source)
+    return spec.model_copy(update={"model": model.model_copy(update={"source": place})})
 
 
 def _check_schema(model: AnySchema, data: AnySchema) -> None:

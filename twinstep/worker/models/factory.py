@@ -1,6 +1,8 @@
 """The factory of a user's nn.Module: found by its name, from the folder that the spec gives, with errors that help.
 
-Called by `module.py` in the process that trains, and by nobody else: to import a user's code is to run it.
+To import a user's code is to run it. `module.py` does so where a model is built: in a run's worker, and in the commands
+`parity`, `explain`, `tables`, `preflight --aot`, `compile`, `export` and `score`, as whoever calls them. The control
+plane never does.
 """
 
 from __future__ import annotations
