@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import yaml
 
 from twinstep.platform.scheduler.cluster.kinds import KINDS, rules
+from twinstep.platform.scheduler.cluster.kube import KubeCluster
 from twinstep.platform.scheduler.cluster.kube_api import Access, KubeApi, RefusedError
+from twinstep.platform.scheduler.cluster.port import WorkloadRef
+from twinstep.platform.scheduler.cluster.watch import Watcher
 from twinstep.spec.errors import ConflictError, SpecError, UnavailableError
 
 CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "m", "namespace": "n"}, "data": {}}
@@ -204,6 +207,27 @@ def test_outside_a_pod_there_is_no_service_account(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(UnavailableError, match="service account"):
         KubeApi(Access(in_cluster=True))
+
+
+@pytest.mark.parametrize("code", [403, 409, 422, 503])
+def test_a_workload_whose_labels_cannot_be_put_back_is_followed_by_its_uid(
+    api: KubeApi, server: Scripted, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    stripped = {"metadata": {"name": "a", "namespace": "n", "uid": "uid-1", "labels": {}}, "spec": {}, "status": {}}
+
+    def answer(asked: Asked) -> Answer:
+        if asked.method == "PATCH":
+            return status(code, "no labels here")
+        return 200, stripped if asked.path.endswith("/jobsets/a") else {"items": []}
+
+    server.answer = answer
+    cluster = KubeCluster(api, cast(Watcher, None))
+    for _ in range(2):
+        found = cluster.confirm("run-1", WorkloadRef(kind="JobSet", namespace="n", name="a", uid="uid-1"))
+        assert found.workload is not None
+    assert [asked.method for asked in server.asked].count("PATCH") == 2
+    assert [each for each in caplog.messages if "cannot be put back" in each and "no labels here" in each] != []
+    assert sum("cannot be put back" in each for each in caplog.messages) == 1, "told once"
 
 
 def test_a_verb_that_no_role_allows_is_never_asked(api: KubeApi, server: Scripted) -> None:

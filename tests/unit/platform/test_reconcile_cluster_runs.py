@@ -369,6 +369,22 @@ def test_the_mirror_alone_ends_no_run(plane: Plane, cluster: StandInCluster) -> 
     assert plane.run(job).state is S.RUNNING
 
 
+def test_a_workload_that_the_mirror_never_sees_is_not_asked_for_at_each_pass_and_can_be_cancelled(
+    plane: Plane, cluster: StandInCluster
+) -> None:
+    job = plane.running()
+    cluster.late = {}  # somebody strips its labels
+    for _ in range(10):
+        plane.reconciler.run_once()
+    assert cluster.asked.count("confirm") == 1
+    plane.passes()
+    plane.service.cancel_job(job.id)
+    plane.passes(3)
+    cluster.collect()
+    plane.passes()
+    assert plane.run(job).state is S.CANCELLED
+
+
 def test_a_run_that_has_ended_has_ended_whatever_becomes_of_its_objects(
     plane: Plane, cluster: StandInCluster, another: Callable[[], Plane]
 ) -> None:

@@ -6,6 +6,7 @@ Nothing without the run's label is changed or deleted, and nothing of another ui
 from __future__ import annotations
 
 import base64
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,7 +27,9 @@ from twinstep.platform.scheduler.cluster.status import QUEUE_LABEL
 from twinstep.platform.scheduler.cluster.watch import Watcher
 from twinstep.platform.scheduler.render.context import DOMAIN
 from twinstep.platform.scheduler.render.names import label_value
-from twinstep.spec.errors import ConflictError, NotFoundError, UnavailableError
+from twinstep.spec.errors import ConflictError, NotFoundError, TwinstepError, UnavailableError
+
+log = logging.getLogger(__name__)
 
 PAGE = 500
 
@@ -38,6 +41,8 @@ class KubeCluster:
         """`watcher` keeps the mirror that `look` reads; who starts and stops it is somebody else's affair."""
         self._api = api
         self._watcher = watcher
+        self._unlabelled: dict[str, str] = {}
+        """By run, what keeps its workload from having its labels again; told once."""
 
     # ---- writing ----
 
@@ -239,13 +244,22 @@ class KubeCluster:
         return {**found, "kind": ref.kind}
 
     def _label_again(self, run_id: str, kind: str, found: Object) -> None:
-        """Put back the labels by which the watches know a run's workload, where somebody took them away."""
+        """Put back the labels by which the watches know a run's workload, where somebody took them away.
+
+        Where that is refused, the workload is what was found all the same: its uid says so.
+        """
         metadata = found["metadata"]
         labels = {MANAGED_LABEL: MANAGER, RUN_LABEL: label_value(run_id)}
         if labels.items() <= (metadata.get("labels") or {}).items() or metadata.get("deletionTimestamp"):
+            self._unlabelled.pop(run_id, None)
             return
         patch = {"metadata": {"uid": metadata["uid"], "labels": labels}}
-        self._api.merge(kind, metadata["namespace"], metadata["name"], patch)
+        try:
+            self._api.merge(kind, metadata["namespace"], metadata["name"], patch)
+        except TwinstepError as error:
+            if self._unlabelled.get(run_id) != error.problem:
+                self._unlabelled[run_id] = error.problem
+                log.warning("%s: the labels of its %s cannot be put back: %s", run_id, kind, error.problem)
 
     def _admission(self, namespace: str, uid: str) -> Object | None:
         """Return Kueue's Workload of an owner; None where there is none, or no Kueue."""

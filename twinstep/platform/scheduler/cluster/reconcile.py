@@ -203,6 +203,9 @@ class ClusterReconciler(Passes):
             seen, told = self._ask(run, action.do, now, lambda: self._cluster.confirm(run.id, ref))
             if seen is None:
                 return told
+            if seen.workload is not None:
+                # The mirror does not have it, and may never (a webhook strips its labels): not at each pass.
+                self._patience.hold(run.id, action.do, SETTLE_S)
             evidence, finding = seen, _find(seen, run)
             action = decide_cluster(wanted, _sight(seen, finding, confirmed=True))
         diagnosis = run.diagnosis
