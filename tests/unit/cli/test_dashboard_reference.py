@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from html import escape
 from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+from starlette.requests import Request
+
 from twinstep.platform.api import create_app
-from twinstep.platform.dashboard.reference_page import page
+from twinstep.platform.dashboard.reference_page import answer, page
 from twinstep.platform.scheduler.service import Service
+from twinstep.platform.settings import Settings
 
 
 class Found(HTMLParser):
@@ -81,3 +88,19 @@ def test_text_of_the_document_stays_text() -> None:
     assert "<script>x" not in text
     assert "<b>" not in text
     assert len(re.findall("&lt;script&gt;", text)) >= 10
+
+
+@pytest.mark.parametrize(
+    ("public_url", "shown"),
+    [(None, "http://inside:8765/v1/jobs"), ("https://twinstep.example.com", "https://twinstep.example.com/v1/jobs")],
+)
+def test_its_examples_ask_where_users_reach_the_control_plane(
+    tmp_path: Path, public_url: str | None, shown: str
+) -> None:
+    app = create_app(cast(Service, SimpleNamespace(settings=Settings(data_dir=tmp_path, public_url=public_url))))
+    scope = {"type": "http", "app": app, "scheme": "http", "path": "/docs", "root_path": "", "query_string": b"",
+             "headers": [(b"host", b"inside:8765")]}  # fmt: skip
+    text = bytes(asyncio.run(answer(Request(scope))).body).decode()
+    asked = re.findall(r"https?://[^\s<]+/v1/jobs(?=<)", text)
+    assert asked
+    assert set(asked) == {shown}

@@ -54,7 +54,9 @@ async def answer(request: Request) -> Response:
     app: FastAPI = request.app
     if (drawn := getattr(app.state, "reference", None)) is None:
         drawn = app.state.reference = page(app.openapi())
-    return HTMLResponse(drawn.replace(HERE, escape(str(request.base_url).rstrip("/"))))
+    # Behind TLS the request came by plain HTTP; a token must not be sent by that.
+    asked_at = app.state.service.settings.public_url or str(request.base_url)
+    return HTMLResponse(drawn.replace(HERE, escape(asked_at.rstrip("/"))))
 
 
 def page(document: Mapping[str, Any]) -> str:
