@@ -45,8 +45,8 @@ class MoreCharts:
         self.says.set_text(f"{len(names)}: {cut(shown, 160)}{left}")
 
     def windows(self) -> dict[str, tuple[int, int]]:
-        """Return the stretch of steps that each metric is looked at in; those looked at whole are left out."""
-        windows = {name: plot.window for name, plot in self.plots.items()}
+        """Return the stretch of steps that each metric to be read is looked at in; without those looked at whole."""
+        windows = {name: self.plots[name].window for name in self.wanted() if name in self.plots}
         return {name: (int(window[0]), int(window[1])) for name, window in windows.items() if window is not None}
 
     def wanted(self) -> list[str]:
@@ -54,12 +54,12 @@ class MoreCharts:
         return self.names[:MOST] if self.open else []
 
     def update(self, series: Mapping[str, MetricSeries]) -> None:
-        """Draw what was read."""
+        """Draw what was read. What was not is another attempt's by now, or has no points: its chart is emptied."""
         for name in self.wanted():
-            if name not in series:
-                continue
-            if name not in self.plots:
+            if name in series and name not in self.plots:
                 with self.body, theme.card(cut(name, 80)):
                     line = Line(cut(name, 80), charts.INDIGO, dots=name.startswith("eval/"))
                     self.plots[name] = Plot([line], on_zoom=self.on_zoom)
-            self.plots[name].set([curve(series[name], Scale()) if series[name].steps else Curve()])
+        for name, plot in self.plots.items():
+            found = series.get(name)
+            plot.set([curve(found, Scale()) if found is not None and found.steps else Curve()])
