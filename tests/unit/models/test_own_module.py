@@ -157,6 +157,15 @@ def test_a_module_of_the_same_name_from_elsewhere_is_not_taken(tmp_path: Path) -
     assert sys.modules["json"].loads("1") == 1
 
 
+def test_a_package_that_is_linked_into_the_folder_is_the_folders(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "source").mkdir()
+    spec = spec_of(tmp_path / "real", model={"source": str(tmp_path / "source")})
+    file = f"{spec.model.factory.partition(':')[0]}.py"  # type: ignore[union-attr]
+    (tmp_path / "source" / file).symlink_to(tmp_path / "real" / file)
+    assert isinstance(built(spec)[0], GradedModule)
+
+
 IN_FILE = r" at .*own_\d+\.py:\d+"
 
 

@@ -102,7 +102,9 @@ def _where(name: str, folder: Path | None) -> str:
 def _check_origin(module: ModuleType, folder: Path | None) -> None:
     """Refuse a module of the same name from elsewhere: another code than the user's would be trained."""
     origin = getattr(module, "__file__", None)
-    if folder is None or origin is None or Path(origin).resolve().is_relative_to(folder.resolve()):
+    if folder is None or origin is None or Path(origin).is_relative_to(folder):
+        return  # by its name, since a package in the folder may be a link to elsewhere
+    if Path(origin).resolve().is_relative_to(folder.resolve()):
         return
     top = module.__name__.partition(".")[0]
     raise SpecError(
