@@ -214,6 +214,17 @@ def test_a_table_of_another_width_is_refused(tmp_path: Path) -> None:
     assert "makes the table item_id of [5, 8]" in problem(spec_of(tmp_path, text)).problem
 
 
+def test_only_tables_that_a_module_makes_are_to_fit_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twinstep.worker.models.memory.COPIES", 2**50)
+    spec = spec_of(tmp_path)
+    with pytest.raises(TrainError, match="the tables and their gradients take"):
+        built(spec)
+    assert build_meta_model(spec, load_dataset(spec.data).schema) is not None
+    built(spec_of(tmp_path, GOOD.replace("config.embedding_collection()", "nn.Embedding(9, 8)")))
+
+
 SPARSECORE = {"embedding": {"engine": "sparsecore"}, "compile": {"backend": "xla"}}
 
 

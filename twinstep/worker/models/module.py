@@ -35,6 +35,7 @@ from twinstep.worker.embedding.optim import split_parameters
 from twinstep.worker.models.config import BagConfig, ContextualConfig, ItemFeatureConfig, TableConfig, TaskConfig
 from twinstep.worker.models.factory import check_arguments, find_factory, kind_of, place_of, said_of
 from twinstep.worker.models.heads import ModelOutput, count_binary, task_losses
+from twinstep.worker.models.memory import check_memory
 
 GIVEN_ROWS = ("sparsecore", "torchrec")
 """Engines that look rows up outside the module, and ask it beforehand for which: by its `lookups`."""
@@ -73,12 +74,14 @@ class ModuleConfig:
         Rows that a batch names are then all that a step updates, and engines of tables may divide them.
 
         Raises:
-            TrainError: a name is no table of the job's data.
+            TrainError: a name is no table of the job's data, or these tables cannot fit into this machine's memory.
         """
         known = {table.name: table for table in self.tables}
         wanted = list(known if names is None else names)
         if unknown := [name for name in wanted if name not in known]:
             raise TrainError(f"the data has no table {unknown[0]!r}", remedy=f"tables: {', '.join(known)}")
+        if torch.get_default_device().type != "meta":
+            check_memory([known[name] for name in wanted])
         found = EmbeddingCollection({name: (known[name].rows, known[name].dim) for name in wanted})
         for weight in found.weights.values():
             nn.init.normal_(weight, std=self.table_std)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.model import DLRMSpec, DLRMv3Spec
 from twinstep.spec.parse import validate_spec
@@ -29,11 +27,10 @@ from twinstep.worker.models.config import (
 from twinstep.worker.models.dlrm import DLRM, init_dlrm
 from twinstep.worker.models.dlrmv3 import DLRMv3
 from twinstep.worker.models.init import init_dlrmv3
-from twinstep.worker.models.module import build_module, module_config
+from twinstep.worker.models.memory import check_memory
+from twinstep.worker.models.module import build_module
 
 MIN_POSITION_ROWS = 256
-GIB = 2**30
-COPIES = 2  # of a table, at the least: the weights and their dense gradient
 
 
 def build_model(spec: JobSpec, schema: AnySchema, *, processes: int = 1) -> nn.Module:
@@ -140,7 +137,7 @@ def _build_dlrmv3(spec: JobSpec, schema: AnySchema, processes: int) -> nn.Module
     config = dlrmv3_config(spec, schema)
     if torch.get_default_device().type == "meta":
         return DLRMv3(config)
-    _check_memory(config.tables, processes)
+    check_memory(config.tables, processes)
     model = DLRMv3(config, declared=processes > 1)
     init_dlrmv3(model, table_std=spec.embedding.init_std, seed=spec.train.seed)
     return model
@@ -151,28 +148,14 @@ def _build_dlrm(spec: JobSpec, schema: AnySchema, processes: int) -> nn.Module:
     config = dlrm_config(spec, schema)
     if torch.get_default_device().type == "meta":
         return DLRM(config)
-    _check_memory(config.tables, processes)
+    check_memory(config.tables, processes)
     model = DLRM(config, declared=processes > 1)
     init_dlrm(model, seed=spec.train.seed)
     return model
 
 
 def _build_module(spec: JobSpec, schema: AnySchema, processes: int) -> nn.Module:
-    if torch.get_default_device().type != "meta":
-        _check_memory(module_config(spec, schema).tables, processes)
     return build_module(spec, schema)
-
-
-def _check_memory(tables: Sequence[TableConfig], processes: int) -> None:
-    """Refuse tables larger than memory before the system kills the process for them; each process has its own part."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = COPIES * sum(table.rows * table.dim * 4 for table in tables) / processes
-    if needed > memory:
-        largest = max(tables, key=lambda table: table.rows)
-        raise TrainError(
-            f"the tables and their gradients take {needed / GIB:.1f} GiB, this machine has {memory / GIB:.1f} GiB",
-            remedy=f"lower data.rows.{largest.name} ({largest.rows:,} rows) or model.embedding_dim ({largest.dim})",
-        )
 
 
 MODELS: dict[str, Callable[[JobSpec, AnySchema, int], nn.Module]] = {
