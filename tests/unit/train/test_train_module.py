@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from torch import nn
 
 from twinstep.spec.errors import CaptureError, SpecError, TrainError
 from twinstep.spec.job import JobSpec
@@ -23,7 +24,7 @@ from twinstep.worker.inference.export import export
 from twinstep.worker.inference.score import score
 from twinstep.worker.train import run_spec
 from twinstep.worker.train.explain import look_at
-from twinstep.worker.train.parity import parity_spec
+from twinstep.worker.train.parity import _refuse_dropout, parity_spec
 from twinstep.worker.train.tables import look_at_tables
 
 ROOT = Path(__file__).parents[3]
@@ -116,6 +117,23 @@ def test_the_example_learns_to_rank_held_out_events() -> None:
 def test_the_step_of_the_example_is_eagers(backend: Literal["inductor", "xla"]) -> None:
     report = parity_spec(example(), backends=[backend], steps=3, gradients=False)
     assert report.ok, report.summary()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_layer_that_drops_values_is_not_compared_with_xla(rate: float) -> None:
+    for name, layer, field in (
+        ("drop", nn.Dropout(rate), "p"),
+        ("attend", nn.MultiheadAttention(8, 2, dropout=rate), "dropout"),
+        ("recall", nn.LSTM(4, 4, 2, dropout=rate), "dropout"),
+        ("encode", nn.TransformerEncoderLayer(8, 2, 8, dropout=rate), "dropout"),
+    ):
+        model = nn.ModuleDict({"module": nn.ModuleDict({name: layer})})
+        model["module"].dropout = True  # type: ignore[assignment]  # a switch is no rate
+        if not rate:
+            _refuse_dropout(model)
+            continue
+        with pytest.raises(SpecError, match=rf"^{name}\S* drops values \({field} 0.1\)"):
+            _refuse_dropout(model)
 
 
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path) -> None:

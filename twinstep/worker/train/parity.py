@@ -87,15 +87,20 @@ def parity_spec(
 
 
 def _refuse_dropout(model: nn.Module) -> None:
-    """Raise where a user's module drops values by a layer; built-in models say so in their spec."""
+    """Raise where a user's module drops values by a layer; built-in models say so in their spec.
+
+    That is a layer of dropout, or one that has a number `dropout`, as attention and LSTMs of torch's have.
+    """
     from torch.nn.modules.dropout import _DropoutNd
 
     for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.p > 0:
+        field = "p" if isinstance(module, _DropoutNd) else "dropout"
+        share = getattr(module, field, None)
+        if isinstance(share, int | float) and not isinstance(share, bool) and share > 0:
             raise SpecError(
-                f"{name.removeprefix('module.')} drops values (p {module.p:g}): XLA draws other masks than PyTorch, so "
-                "steps cannot be compared",
-                remedy="set its p to 0, by model.arguments say; or --backend inductor, which draws PyTorch's own",
+                f"{name.removeprefix('module.')} drops values ({field} {share:g}): XLA draws other masks than PyTorch, "
+                "so steps cannot be compared",
+                remedy=f"set its {field} to 0, by model.arguments say; or --backend inductor, which draws PyTorch's",
             )
 
 
