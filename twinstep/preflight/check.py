@@ -122,7 +122,8 @@ def _is_sure(spec: JobSpec, found: Modelled) -> bool:
 
 MARGINS = {"dense": 1.0, "ring": 1.5}
 """Engines whose memory on TPUs was held to the compiler's reports, and how many times a device's memory a step has to
-take for a refusal. Rings were held to one report: their margin is meant to be more than the model's error."""
+take for a refusal. Rings were held to no report since their rows lie in lines: their margin is meant to be more than
+the model's error."""
 STATE = ("dense parameters", "dense optimizer", "tables", "table optimizer")
 """Parts that follow from the spec exactly."""
 

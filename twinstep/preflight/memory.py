@@ -71,12 +71,15 @@ def memory_of(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], whe
         Part("activations", values, "values that the backward pass reads"),
         Part("attention", scores, "scores, where attention is no kernel"),
         Part("gradients", gradients, "and new parameters, as far as activations leave them no room"),
-        Part("table copy", _table_copy(spec, engine.state, where), "the largest table in whole rows of lanes"),
-        Part("program", _program(spec, shape, work, where), "the program's own code"),
+        Part(
+            "table copy", _table_copy(spec, engine.state, values + scores, where), "whole rows of lanes, of one table"
+        ),
+        Part("program", _program(spec, shape, work, where, spec.embedding.engine), "the program's own code"),
     )
-    by_tables = {"tables", "table optimizer", "table copy", "gradients", *(part.name for part in beside)}
+    by_tables = {"tables", "table optimizer", "table copy", "gradients", "program", *(part.name for part in beside)}
     others = sum(part.bytes for part in parts if part.name not in by_tables)
-    return Memory(parts=parts, state=engine.state, refused=engine.refused, besides_tables=others + alone)
+    others += alone + _program(spec, shape, work, where, "dense")  # the most that a table's code takes in any engine
+    return Memory(parts=parts, state=engine.state, refused=engine.refused, besides_tables=others)
 
 
 def _within_budget(spec: JobSpec, values: int, scores: int) -> tuple[int, int]:
@@ -151,31 +154,45 @@ def _attention(spec: JobSpec, work: Work) -> int:
 
 
 CODE = 6 << 20
-CODE_OF_TABLE = 1400 << 10
-CODE_OF_LAYER, CODE_OF_OPEN_LAYER = 3 << 20, 25 << 20
-"""Bytes of the program, and how many more for each table and each layer, in one kernel or not: fitted."""
+CODE_OF_TABLE, CODE_OF_SPARSE_TABLE = 1400 << 10, 64 << 10
+CODE_OF_LAYER, CODE_OF_OPEN_LAYER, CODE_OF_PLAIN_LAYER = 3 << 20, 8 << 20, 25 << 20
+"""Bytes of the program, and how many more for each table, of the step's own or on SparseCores, and for each layer: one
+kernel, a kernel for attention alone, or none. Fitted; the kept reports of open layers are of 9 to 22 MB in all."""
 
 
-def _program(spec: JobSpec, shape: DataShape, work: Work, where: Where) -> int:
+def _program(spec: JobSpec, shape: DataShape, work: Work, where: Where, engine: str) -> int:
     """Return what a TPU's program takes itself."""
     if where.kind != "tpu":
         return 0
     layers = spec.model.num_layers if isinstance(spec.model, DLRMv3Spec) else 0
-    layer = CODE_OF_LAYER if layers_are_fused(spec, work) else CODE_OF_OPEN_LAYER
-    return CODE + CODE_OF_TABLE * len(shape.tables) + layer * layers
+    open_layer = CODE_OF_OPEN_LAYER if attention_is_fused(spec) else CODE_OF_PLAIN_LAYER
+    layer = CODE_OF_LAYER if layers_are_fused(spec, work) else open_layer
+    table = CODE_OF_SPARSE_TABLE if engine == "sparsecore" else CODE_OF_TABLE
+    return CODE + table * len(shape.tables) + layer * layers
 
 
-def _table_copy(spec: JobSpec, state: tuple[Held, ...], where: Where) -> int:
-    """Return the widest copy of a table that a TPU's step makes; others follow one another.
+COPIES_BESIDE_VALUES, COPIES_OF_UPDATE = 1.5, 3.55
+"""Whole copies of a table that a row-wise rule on SparseCores' tables has live, in two phases of a step.
+
+The backward pass: the table in whole lanes, which waits for nothing and is made early, and a part of the next copy; all
+activations live beside it. The update: the table, its new rows, what the rule keeps of each row, one number in whole
+lanes, and rows on their way; activations are over by then. Fitted to libtpu's reports of whole steps, and never under
+one: tests/unit/preflight/test_sparsecore_reports.py.
+"""
+
+
+def _table_copy(spec: JobSpec, state: tuple[Held, ...], values: int, where: Where) -> int:
+    """Return what copies of the widest table that a TPU's step copies take; others follow one another.
 
     SparseCores update rows where they lie, elementwise; a row-wise rule runs on the TensorCore, for which a table is
-    copied into whole lanes (v5p: and back). Held to libtpu 0.0.42.1 by tests/unit/embedding/test_sparsecore_tpu.py.
+    copied into whole lanes, and back (held by tests/unit/embedding/test_sparsecore_tpu.py). Those copies have the room
+    of `values`, which only the backward pass reads: the larger of the two phases counts.
     """
     width = spec.model.embedding_dim
     if where.kind != "tpu":
         return 0
     rows = [each.bytes // (width * FLOAT) for each in state if each.copied]
-    times = 1
-    if spec.embedding.engine == "sparsecore":  # the table, its new rows on v5p, and what the rule keeps of each row
-        times = 3 if getattr(spec.accelerator, "generation", "") == "v5p" else 2
-    return times * max(rows, default=0) * (width + -width % LANES) * FLOAT
+    copy = max(rows, default=0) * (width + -width % LANES) * FLOAT
+    if spec.embedding.engine != "sparsecore":
+        return copy
+    return max(int(COPIES_BESIDE_VALUES * copy), int(COPIES_OF_UPDATE * copy) - values)

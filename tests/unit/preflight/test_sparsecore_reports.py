@@ -48,12 +48,47 @@ REPORTS = Path(__file__).parents[3] / "bench/results/tpu"
 KEPT = [case for case in tpu_slices.GRID if case.engine == "sparsecore" and (REPORTS / f"{case.name}.json").exists()]
 
 
+LOOSEST = "v6e-2x2-dlrmv3-sparsecore"
+"""The one report whose copies share more of the activations' room than the others' by far."""
+
+
+def hbm_of(case: tpu_slices.SliceCase) -> dict[str, int]:
+    found: dict[str, int] = json.loads((REPORTS / f"{case.name}.json").read_text())["hbm"]
+    return found
+
+
 @pytest.mark.parametrize("case", KEPT, ids=lambda case: case.name)
-def test_the_model_is_never_under_a_kept_report_and_over_by_what_a_program_may_be(case: tpu_slices.SliceCase) -> None:
-    peak = json.loads((REPORTS / f"{case.name}.json").read_text())["hbm"]["peak"]
-    # A row-wise rule's copies of tables share room with what the step's own passes need; the model adds both up.
-    rowwise = case.model == "dlrmv3"
-    assert 0 <= preflight(case.job()).hbm - peak <= (max(1.2 * peak, 100 * MIB) if rowwise else 100 * MIB)
+def test_the_model_is_never_under_a_kept_report_and_over_by_little(case: tpu_slices.SliceCase) -> None:
+    peak, rowwise = hbm_of(case)["peak"], case.model == "dlrmv3"
+    least, share = (32 * MIB, 0.58 if case.name == LOOSEST else 0.25) if rowwise else (66 * MIB, 0.01)
+    assert 0 <= preflight(case.job()).hbm - peak <= max(share * peak, least)
+
+
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: case.name)
+def test_the_program_takes_what_the_compiler_says_and_little_more(case: tpu_slices.SliceCase) -> None:
+    (program,) = (part.bytes for part in preflight(case.job()).parts if part.name == "program")
+    assert 0 <= program - hbm_of(case)["code"] <= 14 * MIB
+
+
+def test_the_page_prints_the_errors_of_kept_row_wise_reports() -> None:
+    page = (Path(__file__).parents[3] / "docs/howto/preflight.md").read_text()
+    for case in (each for each in KEPT if each.model == "dlrmv3" and each.topology != tpu_slices.LARGEST):
+        told, peak = preflight(case.job()).hbm, hbm_of(case)["peak"]
+        row = f"| {case.topology} | {told / MIB:,.0f} | {peak / MIB:,.0f} | {told / peak - 1:+.1%}".replace("%", " %")
+        assert f"{row} |\n" in page
+
+
+def test_copies_of_a_row_wise_rule_have_the_room_of_activations() -> None:
+    def parts(batch: int) -> dict[str, int]:
+        spec = {**HISTORIES, "data": {**HISTORIES["data"], "batch_size": batch}}
+        found = preflight(Case(name="t", topology="v5p:2x2x1", spec=spec).job())
+        return {part.name: part.bytes for part in found.parts}
+
+    small, large, huge = parts(128), parts(256), parts(2048)
+    copy = (1 << 21) // 4 * 128 * 4
+    both = [each["table copy"] + each["activations"] for each in (small, large)]
+    assert both[0] == both[1] >= 3 * copy, "the update binds"
+    assert huge["table copy"] == 1.5 * copy, "the backward pass binds"
 
 
 def test_a_bag_is_one_sample_to_a_sparse_core() -> None:
