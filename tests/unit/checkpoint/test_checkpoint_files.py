@@ -107,6 +107,24 @@ def test_single_rows_read_each_piece_that_holds_some_once(
     checkpoints.close()
 
 
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 300), piece=st.integers(1, 40), step=st.integers(1, 9), chunk=st.integers(1, 9))
+def test_readers_that_take_turns_in_chunks_of_rows_read_each_piece_once(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, piece: int, step: int, chunk: int
+) -> None:
+    table = torch.arange(rows * 3, dtype=torch.float32).reshape(rows, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "PIECE_BYTES", piece * 12)
+        checkpoints = saved(tmp_path_factory.mktemp("place"), {"parameter:table": table})
+    reader = Reader(checkpoints.place, whole(checkpoints)[0])
+    for start in range(0, rows, chunk * step):
+        stop = min(start + chunk * step, rows)
+        for turn in range(start, start + step):
+            assert same(SavedRows(reader, "parameter:table").rows(turn, stop, step), table[turn:stop:step])
+    assert reader.bytes_read == rows * 12
+    checkpoints.close()
+
+
 @pytest.mark.parametrize("where", ["local", "memory"])
 def test_one_flipped_bit_anywhere_is_found(tmp_path: Path, where: str) -> None:
     place: Any = tmp_path if where == "local" else f"memory://flip-{tmp_path.name}"

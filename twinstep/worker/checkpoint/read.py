@@ -45,6 +45,7 @@ class Reader:
         except Exception as error:
             raise _unread(f"{self._where}/{MANIFEST}", error) from error
         self.manifest = Manifest.from_bytes(content, where=self._where)
+        self._kept: dict[tuple[str, int], Tensor] = {}
         self._counting = threading.Lock()
         self.bytes_read = 0
         """Of data files, so far."""
@@ -65,6 +66,25 @@ class Reader:
             first, last = max(start, piece.start), min(stop, piece.stop)
             if first < last:
                 out[first - start : last - start] = self._piece(path, piece)[first - piece.start : last - piece.start]
+        return out
+
+    def turn(self, path: str, start: int, stop: int, step: int) -> Tensor:
+        """Return rows start, start + step, … below stop, for one of `step` readers that take turns in a chunk of rows.
+
+        Pieces that the chunk has rows of stay here, or the last of them where nobody takes turns, for the next call.
+        """
+        entry = self._entry(path)
+        first = start - start % step
+        pieces = {(path, each.start): each for each in entry.pieces if first < each.stop and each.start < stop}
+        self._kept = {key: part for key, part in self._kept.items() if key in pieces}
+        out = torch.empty((len(range(start, stop, step)), *entry.shape[1:]), dtype=_dtype(entry))
+        for number, (key, piece) in enumerate(pieces.items(), 1):
+            part = self._kept.pop(key) if key in self._kept else self._piece(path, piece)
+            begin = max(start, piece.start + (start - piece.start) % step)
+            rows = part[begin - piece.start : max(begin, stop) - piece.start : step]
+            out[(begin - start) // step :][: len(rows)] = rows
+            if step > 1 or number == len(pieces):
+                self._kept[key] = part
         return out
 
     def pick(self, path: str, ids: npt.NDArray[np.int64]) -> Tensor:
@@ -132,23 +152,14 @@ class Reader:
 
 
 class SavedRows:
-    """One tensor's rows, read where they are wanted: a `Source` of a declared tensor.
-
-    Shards of a table take turns within a chunk of rows, so the chunk read last is kept for the next of them.
-    """
+    """One tensor's rows, read where they are wanted: a `Source` of a declared tensor."""
 
     def __init__(self, reader: Reader, path: str) -> None:
         self._reader, self._path = reader, path
-        self._first, self._kept = 0, torch.empty(0)
 
     def rows(self, start: int, stop: int, step: int = 1) -> Tensor:
         """Return rows start, start + step, … below stop."""
-        if step == 1:
-            return self._reader.rows(self._path, start, stop)
-        first = start - start % step
-        if not self._first <= first <= stop <= self._first + len(self._kept):
-            self._first, self._kept = first, self._reader.rows(self._path, first, stop)
-        return self._kept[start - self._first : stop - self._first : step]
+        return self._reader.turn(self._path, start, stop, step)
 
     def pick(self, ids: npt.NDArray[np.int64]) -> Tensor:
         """Return the rows of ids, which ascend."""

@@ -1,13 +1,14 @@
 """Stacked and sharded tables to logical rows and back: what checkpoints hold depends on no plan.
 
 A logical part is a table's weight, or one of its optimizer's slots: [rows, dim] float32, or [rows, 1] where the slot
-has one number a row, in the order of ids, without padding. Both ways go by chunks of rows: never is a stack, or a
-table, copied whole. No jax here; `device/engine.py` says how parts of its arrays are read.
+has one number a row, in the order of ids, without padding. Both ways go by chunks of rows: never is a table copied
+whole, and of a stack a host holds what its own shards take of one part. No jax here; `device/engine.py` says how parts
+of its arrays are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,41 +85,50 @@ def _unpacked(stored: Rows, stack: Stack, per_row: bool) -> Rows:
     return stored[:, : stack.pack * width].reshape(-1, width)
 
 
-def fill_shard(stack: Stack, number: int, shard: int, read: ReadRows, *, chunk_rows: int = 1 << 16) -> Rows:
-    """Return one shard's stored rows of one part, made from logical rows; padding has a fixed value.
+def fill_shards(stack: Stack, number: int, shards: Sequence[int], read: ReadRows, *, chunk_rows: int = 1 << 16) -> Rows:
+    """Return stored rows of some shards of one part, made from logical rows; padding has a fixed value.
 
     Args:
         stack: where rows lie.
         number: of the part: 0 for the weight, then the slots.
-        shard: which.
-        read: gives logical rows; asked for those of this shard alone.
+        shards: which.
+        read: gives logical rows; asked for those of these shards alone, of all of them before the next chunk of rows.
         chunk_rows: rows of a table, of all shards, that are passed at a time, about.
+
+    Returns:
+        [shards, stored rows, width].
 
     Raises:
         SpecError: logical rows have another shape than the table.
     """
     name, per_row, padding = parts_of(stack)[number]
-    shards = stack.cores.count
-    width = 1 if per_row else (stack.placements[0].table.dim if stack.pack > 1 else stack.stored_dim)
-    local = np.full((stack.rows_per_shard, width), padding, np.float32)
-    step = max(chunk_rows // shards, 1) * shards
+    count, pack = stack.cores.count, stack.pack
+    shape = (len(shards), stack.rows_per_shard // pack, pack if per_row else stack.stored_dim)
+    stored = np.full(shape, padding, np.float32)
+    step = max(chunk_rows // (count * pack), 1) * count * pack
     for placement in stack.placements:
-        table, residue = placement.table, (shard - placement.rotation) % shards
+        table, width = placement.table, 1 if per_row else placement.table.dim
         for start in range(0, table.rows, step):
             stop = min(start + step, table.rows)
-            mine = np.asarray(read(table.name, name, start + residue, stop, shards))
-            wanted = (len(range(start + residue, stop, shards)), 1 if per_row else table.dim)
-            if mine.shape != wanted:
-                raise SpecError(
-                    f"{name} of table {table.name!r}: every {shards}th row from {start + residue} to {stop} is given "
-                    f"as {list(mine.shape)}",
-                    remedy=f"it is {list(wanted)} of a table of {table.rows} rows: load it into one of the same rows "
-                    "and width",
-                )
-            at = placement.row_offset + start // shards
-            local[at : at + len(mine), : wanted[1]] = mine
-    if stack.pack == 1:
-        return local
-    packed = np.full((stack.rows_per_shard // stack.pack, stack.pack if per_row else stack.stored_dim), padding)
-    packed[:, : stack.pack * width] = local.reshape(-1, stack.pack * width)
-    return packed.astype(np.float32)
+            at = (placement.row_offset + start // count) // pack
+            for place, shard in enumerate(shards):
+                first = start + (shard - placement.rotation) % count
+                mine = np.asarray(read(table.name, name, first, stop, count))
+                wanted = (len(range(first, stop, count)), width)
+                if mine.shape != wanted:
+                    raise SpecError(
+                        f"{name} of table {table.name!r}: every {count}th row from {first} to {stop} is given "
+                        f"as {list(mine.shape)}",
+                        remedy=f"it is {list(wanted)} of a table of {table.rows} rows: load it into one of the same "
+                        "rows and width",
+                    )
+                _store(stored[place], at, mine, pack)
+    return stored
+
+
+def _store(stored: Rows, at: int, rows: Rows, pack: int) -> None:
+    """Write local rows from the first place of stored row `at` on, `pack` of them side by side."""
+    (full, rest), width = divmod(len(rows), pack), rows.shape[1]
+    stored[at : at + full, : pack * width] = rows[: full * pack].reshape(full, pack * width)
+    if rest:
+        stored[at + full, : rest * width] = rows[full * pack :].reshape(-1)

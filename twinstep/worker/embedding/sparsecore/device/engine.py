@@ -221,7 +221,9 @@ class Engine:
         return read
 
     def from_logical(self, read: logical.ReadRows, *, chunk_rows: int = 1 << 16) -> Tables:
-        """Return tables and slots made from logical rows, one device's part after the other.
+        """Return tables and slots made from logical rows, each chunk of which is passed once.
+
+        The host holds what its devices take of one part of one stack at a time.
 
         Raises:
             SpecError: logical rows have another shape than a table.
@@ -231,17 +233,18 @@ class Engine:
             parts = []
             for number, (_, per_row, _) in enumerate(logical.parts_of(stack)):
                 shape = stored.stored_shape(stack, per_row)
-                rows, placed = shape[0] // stack.cores.count, []
+                rows, cores = shape[0] // stack.cores.count, stack.cores.per_device
                 of_devices: Any = self.sharding.addressable_devices_indices_map(shape)
-                for device, index in of_devices.items():
-                    first = (index[0].start or 0) // rows
-                    shards = [
-                        logical.fill_shard(stack, number, shard, read, chunk_rows=chunk_rows)
-                        for shard in range(first, first + stack.cores.per_device)
-                    ]
-                    part = shards[0] if len(shards) == 1 else np.concatenate(shards)
-                    # Waited for, so that the host holds one device's part at a time.
-                    placed.append(jax.device_put(part, device, may_alias=False).block_until_ready())
+                shards = [
+                    (index[0].start or 0) // rows + core for index in of_devices.values() for core in range(cores)
+                ]
+                here = logical.fill_shards(stack, number, shards, read, chunk_rows=chunk_rows)
+                # Waited for and let go, so that the host never holds two parts.
+                placed = [
+                    jax.device_put(part, device, may_alias=False).block_until_ready()
+                    for device, part in zip(of_devices, here.reshape(-1, cores * rows, shape[1]), strict=True)
+                ]
+                del here
                 array = jax.make_array_from_single_device_arrays(shape, self.sharding, placed)
                 parts.append(array if self.backend != "tpu" else jax.device_put(array, self.placing))
             found[stack.name] = tuple(parts)
