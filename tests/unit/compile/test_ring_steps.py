@@ -126,6 +126,11 @@ def test_a_ring_is_for_the_tables_of_a_model_and_for_no_layer_of_such_a_name(dev
     assert {name for name, _ in model.named_parameters() if ring.names(name)} == tables
 
 
+def test_a_ring_of_a_model_without_tables_names_none() -> None:
+    found = resolve(strategies_of(CompileSpec(), "ring", nn.Linear(2, 2)))
+    assert found["ring_embedding"] == RingEmbedding(parameters=())
+
+
 def test_a_ring_always_has_row_updates() -> None:
     for given in (CompileSpec(), CompileSpec(strategies=()), CompileSpec(strategies=("sparse_embedding",))):
         assert {"sparse_embedding", "ring_embedding"} <= set(resolve(strategies_of(given, "ring", Named())))

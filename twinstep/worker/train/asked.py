@@ -20,7 +20,7 @@ from twinstep.worker.compile.strategies import (
     SparseEmbedding,
     Strategy,
 )
-from twinstep.worker.embedding.collection import tables_of
+from twinstep.worker.embedding.collection import EmbeddingCollection
 from twinstep.worker.train.environment import cache_path, mesh_axes
 
 MIB = 1 << 20
@@ -52,8 +52,9 @@ def strategies_of(
 
 
 def ring_of(model: nn.Module) -> RingEmbedding:
-    """Return the strategy that passes a model's own tables around, whatever its other parameters are called."""
-    tables = {id(weight) for weight in tables_of(model).weights.values()}
+    """Return the strategy that passes a model's own tables around, if it has any, whatever else is called alike."""
+    collections = [each for each in model.modules() if isinstance(each, EmbeddingCollection)]
+    tables = {id(weight) for each in collections for weight in each.weights.values()}
     named = model.named_parameters()
     return RingEmbedding(parameters=tuple(glob.escape(name) for name, each in named if id(each) in tables))
 
