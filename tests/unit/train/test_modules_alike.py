@@ -14,7 +14,8 @@ from twinstep.spec.errors import TrainError
 from twinstep.spec.job import JobSpec
 from twinstep.spec.parse import validate_spec
 from twinstep.worker.data.datasets import load_dataset
-from twinstep.worker.train.declared import build
+from twinstep.worker.embedding.collection import tables_of
+from twinstep.worker.train.declared import build, declares, has_declared
 from twinstep.worker.train.processes import Process, Together
 
 TEXT = """
@@ -65,6 +66,16 @@ def build_twice(spec: JobSpec) -> None:
     build(spec, schema, together)
     build(spec, schema, together)
     assert len(together.shown) == 2
+
+
+def test_a_module_fills_its_tables_itself_so_that_each_process_has_them_whole(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "pass")
+    spec = spec.model_copy(update={"compile": spec.compile.model_copy(update={"backend": "xla"})})
+    together = Two()
+    assert not declares(spec, together)
+    model, _ = build(spec, load_dataset(spec.data).schema, together)
+    assert not has_declared(model)
+    assert all(float(each.detach().std()) > 0 for each in tables_of(model).weights.values())
 
 
 @pytest.mark.parametrize(
