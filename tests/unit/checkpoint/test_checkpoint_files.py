@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,22 @@ def test_readers_that_take_turns_in_chunks_of_rows_read_each_piece_once(
         for turn in range(start, start + step):
             assert same(SavedRows(reader, "parameter:table").rows(turn, stop, step), table[turn:stop:step])
     assert reader.bytes_read == rows * 12
+    checkpoints.close()
+
+
+def test_pieces_are_verified_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = saved(tmp_path, {"parameter:a": torch.ones(3), "parameter:b": torch.ones(3)})
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    both, read = threading.Barrier(2), LocalPlace.read_into
+
+    def read_together(*arguments: Any) -> int:
+        both.wait(timeout=60)  # one alone would break it
+        return read(*arguments)
+
+    monkeypatch.setattr(LocalPlace, "read_into", read_together)
+    reader = Reader(checkpoints.place, whole(checkpoints)[0])
+    reader.verify()
+    assert reader.bytes_read == 24
     checkpoints.close()
 
 

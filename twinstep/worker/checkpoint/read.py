@@ -114,9 +114,8 @@ class Reader:
 
     def verify(self) -> None:
         """Read every byte and hold it to its checksum."""
-        for path in self.manifest.tensors:
-            for piece in self._entry(path).pieces:
-                self._fill(path, piece, torch.empty(piece.size, dtype=torch.uint8), at=None)
+        jobs = [(path, piece) for path in self.manifest.tensors for piece in self._entry(path).pieces]
+        _at_once(lambda job: self._fill(*job, torch.empty(job[1].size, dtype=torch.uint8), at=None), jobs)
 
     def _entry(self, path: str) -> TensorEntry:
         if path not in self.manifest.tensors:
