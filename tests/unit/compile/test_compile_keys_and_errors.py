@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -204,6 +205,23 @@ def test_what_one_graph_cannot_hold_is_named_and_changes_nothing(train_step: Any
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert [dict(group) for group in optimizer.param_groups] == groups
     assert isinstance(optimizer.param_groups[0]["params"][0], nn.Parameter)
+
+
+def numpy_read(model: nn.Module, optimizer: Any, given: tuple[Tensor, Tensor]) -> Tensor:
+    return model(given[0]).sum() * float(np.log1p(given[1].numpy()).sum())
+
+
+def values_listed(model: nn.Module, optimizer: Any, given: tuple[Tensor, Tensor]) -> Tensor:
+    return model(given[0]).sum() * len(set(given[1].reshape(-1).to(torch.int64).tolist()))
+
+
+@pytest.mark.parametrize(("train_step", "line"), [(numpy_read, "np.log1p"), (values_listed, "set(")])
+def test_values_that_python_reads_are_named_with_what_to_use_instead(train_step: Any, line: str) -> None:
+    _, _, compiled = compiler([], train_step)
+    with pytest.raises(CaptureError) as caught:
+        compiled(batch(2))
+    assert line in caught.value.problem
+    assert "torch's own functions" in caught.value.remedy or "torch.where" in caught.value.remedy
 
 
 def test_an_error_of_the_users_own_step_is_named_with_its_line() -> None:

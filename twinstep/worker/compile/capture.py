@@ -444,6 +444,11 @@ def _capture_error(error: Exception) -> CaptureError:
             remedy="use torch.where, or pad to a fixed shape and mask; read values outside the step",
         )
     first = (str(error).strip().splitlines() or [kind])[0][:300]
+    if ".numpy()" in first or "SymInt" in first:
+        return CaptureError(
+            f"the step takes a tensor's values into Python{place}: {kind}: {first}",
+            remedy="use torch's own functions in place of numpy's and Python's, or read values outside the step",
+        )
     return CaptureError(
         f"the step cannot be captured as one graph{place}: {kind}: {first}",
         remedy="run it eagerly (compile.backend: eager) to see whether the step itself fails",

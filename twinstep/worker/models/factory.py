@@ -81,7 +81,10 @@ def _imported(path: str, folder: Path | None) -> ModuleType:
 
 def _check_folder(folder: Path, top: str) -> None:
     if not folder.is_dir():
-        raise SpecError(f"model.source {folder} is no folder here", remedy=f"source: the folder that {top} lies in")
+        raise SpecError(
+            f"model.source {folder} is no folder here",
+            remedy=f"source: the folder that {top} lies in; a relative one leads from where twinstep is called",
+        )
     if not (folder / top).is_dir() and not (folder / f"{top}.py").is_file():
         names = [each.stem for each in folder.iterdir() if each.suffix == ".py" or (each / "__init__.py").is_file()]
         close = difflib.get_close_matches(top, names, n=1)

@@ -12,6 +12,13 @@ MOST = 10  # batches that may be dropped within SPAN steps
 SPAN = 100
 
 
+def remedy_of(step: int) -> str:
+    """Say what may help a run whose loss was at fault in this step, the first of all being 1."""
+    if step == 1:  # nothing was updated yet
+        return "look in the forward for a division by 0, a logarithm or an id that names no row of its table"
+    return "lower optimizers.dense.lr, set train.clip_norm, or set train.on_nan: skip"
+
+
 class LossGuard:
     """Judges each loss against those before it."""
 

@@ -28,7 +28,7 @@ from twinstep.worker.train.environment import grace_seconds, previous_worker
 from twinstep.worker.train.evaluate import evaluate
 from twinstep.worker.train.goodput import Goodput, chips_of
 from twinstep.worker.train.graphs import SavedGraphs
-from twinstep.worker.train.guard import MOST, SPAN, LossGuard
+from twinstep.worker.train.guard import MOST, SPAN, LossGuard, remedy_of
 from twinstep.worker.train.heartbeat import Heartbeat
 from twinstep.worker.train.processes import Process, Together
 from twinstep.worker.train.profiling import Profiling
@@ -343,10 +343,7 @@ class Trainer:
         if self._rewind is None:
             if not math.isfinite(loss) and not self.spec.debug.stop_on_nonfinite:
                 return True
-            raise TrainError(
-                f"the loss of step {number} {fault}",
-                remedy="lower optimizers.dense.lr, set train.clip_norm, or set train.on_nan: skip",
-            )
+            raise TrainError(f"the loss of step {number} {fault}", remedy=remedy_of(number))
         first = self._rewind.step
         back = self.spec.train.on_nan == "rollback"
         if self._guard.too_many(number, since=first if back else None):
