@@ -141,6 +141,25 @@ def test_a_last_event_id_that_is_none_is_refused(shared, bad: str) -> None:
     assert (answer.status_code, answer.json()["faults"][0]["field"]) == (422, "Last-Event-ID")
 
 
+def test_who_follows_a_name_is_not_led_into_the_middle_of_another_job(shared) -> None:
+    first = shared.submit("reports-1")
+    last = messages(shared, "reports-1")[-1].id
+    assert messages(shared, first["id"], last=last)[-1].event == "end"
+    second = shared.submit("reports-1")
+    answer = shared.http.get("/v1/jobs/reports-1/stream", headers={"last-event-id": last})
+    assert (answer.status_code, answer.json()["faults"][0]["field"]) == (422, "Last-Event-ID")
+    assert second["id"] in answer.text
+    assert messages(shared, first["id"], last=last)[-1].event == "end", "by its id it goes on"
+    assert content(messages(shared, "reports-1"))["steps"] == [1]
+
+
+def test_who_comes_back_after_a_retry_goes_on_with_the_new_run(shared) -> None:
+    job = shared.submit("crashes")
+    last = messages(shared, job["id"])[-1].id
+    assert shared.http.post(f"/v1/jobs/{job['id']}/retry").status_code < 300
+    assert content(messages(shared, job["id"], last=last))["end"] == ["failed"]
+
+
 @pytest.mark.parametrize("asked", ["get_job", "list_events", "list_metrics"])
 def test_a_stream_ends_without_its_end_when_the_database_does_not_answer(live, monkeypatch, caplog, asked: str) -> None:
     monkeypatch.setattr("twinstep.platform.api.stream.LOOK_ANYWAY_S", 0.05)

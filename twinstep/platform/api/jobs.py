@@ -39,7 +39,8 @@ JobId = Annotated[
     str,
     Path(
         description="The job's id, or its name: then the newest job of that name among those the user may see. "
-        "What has the form of an id is one. Routes that change a job take its id alone."
+        "What has the form of an id is one. Routes that change a job take its id alone. "
+        "To page or follow, take the id that the first answer gives: by then a name may be another job's."
     ),
 ]
 RunId = Annotated[str | None, Query(max_length=64, description="A run of the job; the newest one where left out.")]

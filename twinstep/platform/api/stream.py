@@ -159,6 +159,14 @@ def begin(
     """Return a follower at its place; what is wrong is told before the stream opens."""
     job = service.get_job(job_id)
     cursor = Cursor.parse(last_event_id) if last_event_id else Cursor()
+    if cursor.run_id not in ("", job.run_id) and all(run.id != cursor.run_id for run in service.list_runs(job.id)):
+        fault = Fault(
+            field="Last-Event-ID",
+            problem=f"is of another job than {job.id}, which the path names by now",
+            given=str(cursor)[:120],
+            remedy="follow a job by its id, or send none to begin at this one's beginning",
+        )
+        raise RequestError("the Last-Event-ID is not of this job", remedy=fault.remedy, faults=(fault,))
     return Follower(service, job, cursor, frozenset(kinds or KINDS), still_reads(request, job.id))
 
 
