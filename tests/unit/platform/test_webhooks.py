@@ -8,11 +8,11 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -23,6 +23,7 @@ from tests.unit.platform.conftest import eventually
 from twinstep.platform.scheduler import webhooks
 from twinstep.platform.scheduler.webhooks import (
     AT_ONCE,
+    EACH,
     FIRST_PAUSE_S,
     GIVE_UP_S,
     MIN_TRIES,
@@ -278,8 +279,37 @@ def test_of_one_webhook_a_few_are_taken_at_once_and_what_is_left_out_is_left(sid
         side.store.create_job(SPEC)
     taken = [each.webhook_id for each in side.outbox.claim(limit=8, each=2)]
     assert sorted(taken) == sorted([first, first, second, second])
-    assert {each.webhook_id for each in side.outbox.claim(limit=8, without=[first])} == {second}
+    assert {each.webhook_id for each in side.outbox.claim(limit=8, each=2, under_way={first: 2})} == {second}
     assert side.outbox.claim(limit=0) == []
+
+
+def test_no_more_are_on_their_way_to_one_webhook_than_may_and_one_where_it_fails(side: Side) -> None:
+    class Pool:
+        """Messages stay on their way until somebody says what came of them."""
+
+        def submit(self, deliver: object, message: Any) -> Future[None]:
+            future: Future[None] = Future()
+            sent.append((future, message))
+            return future
+
+    sent: list[tuple[Future[None], Any]] = []
+    messenger, pool = Messenger(side.outbox, side.target), cast(ThreadPoolExecutor, Pool())
+    side.hooks.create("http://127.0.0.1:9/closed", [])
+    for _ in range(EACH + 4):
+        side.store.create_job(SPEC)
+    for _ in range(3):
+        messenger.run_once(pool)
+        assert len(messenger.under_way) == EACH
+        future, message = next(each for each in sent if not each[0].done())
+        side.outbox.delivered(message)
+        future.set_result(None)
+    messenger.run_once(pool)
+    future, message = next(each for each in sent if not each[0].done())
+    side.outbox.put_off(message, "is away", pause_s=1.0, webhook_pause_s=1.0, drop=False)
+    future.set_result(None)
+    side.later(2.0)
+    messenger.run_once(pool)
+    assert len(messenger.under_way) == EACH - 1, "one of before is on its way still: no second probe"
 
 
 def test_what_one_that_died_had_taken_is_told_by_the_next(side: Side, receiver: Receiver) -> None:

@@ -259,9 +259,8 @@ class Messenger:
             del self.under_way[future]
         for future in done:
             future.result()  # the database's trouble, if it had any
-        counts = Counter(self.under_way.values())
-        full = [hook for hook, count in counts.items() if count >= EACH]
-        for message in self._outbox.claim(limit=AT_ONCE - len(self.under_way), each=EACH, without=full):
+        busy = Counter(self.under_way.values())
+        for message in self._outbox.claim(limit=AT_ONCE - len(self.under_way), each=EACH, under_way=busy):
             self.under_way[pool.submit(self.deliver, message)] = message.webhook_id
         return bool(self.under_way)
 

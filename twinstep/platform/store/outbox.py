@@ -8,10 +8,10 @@ come, so a clock that jumps delays nothing for long and loses nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, case, delete, func, insert, literal, or_, select, update
 from sqlalchemy.orm import aliased
 
 from twinstep.platform.store.audit import write_entry
@@ -181,32 +181,34 @@ class Outbox:
             write_entry(connection, target=hook_id)
 
     @again
-    def claim(self, *, limit: int, each: int = MAX_EACH, without: Collection[str] = ()) -> list[Notice]:
+    def claim(self, *, limit: int, each: int = MAX_EACH, under_way: Mapping[str, int] | None = None) -> list[Notice]:
         """Take messages that are due: of each job the oldest, of a webhook `each` at most, and of one that fails one.
 
         What is taken is nobody else's for `CLAIM_S`; what is then neither delivered nor put off is due again.
 
         Args:
-            without: webhooks that are left out.
+            under_way: by webhook, how many messages the caller has on their way to it; they count.
         """
         if limit <= 0:
             return []
-        now = time.time()
+        now, busy = time.time(), dict(under_way or {})
+        left = {hook: each - count for hook, count in busy.items()}
+        room = (case(left, value=WebhookRow.id, else_=each) if left else literal(each)).label("room")
         before = aliased(OutboxRow)
         earlier = select(before.id).where(
             before.webhook_id == OutboxRow.webhook_id, before.job_id == OutboxRow.job_id, before.id < OutboxRow.id
         )
         order = (OutboxRow.attempts, OutboxRow.id)  # one that is never taken is not the one that is tried
         place = func.row_number().over(partition_by=OutboxRow.webhook_id, order_by=order).label("place")
-        columns = (OutboxRow.id, OutboxRow.webhook_id, OutboxRow.attempts, WebhookRow.failing_since, place)
+        columns = (OutboxRow.id, OutboxRow.webhook_id, OutboxRow.attempts, WebhookRow.failing_since, place, room)
         come = (
             select(*columns)
             .join(WebhookRow, WebhookRow.id == OutboxRow.webhook_id)
             .where(WebhookRow.disabled_at.is_(None), _come(WebhookRow.due_at, now), _come(OutboxRow.due_at, now))
-            .where(~earlier.exists(), WebhookRow.id.not_in(list(without)))
+            .where(~earlier.exists(), or_(WebhookRow.failing_since.is_(None), WebhookRow.id.not_in(list(busy))))
             .subquery()
         )
-        due = select(come).where(come.c.place <= each).order_by(come.c.attempts, come.c.id).limit(limit)
+        due = select(come).where(come.c.place <= come.c.room).order_by(come.c.attempts, come.c.id).limit(limit)
         with self._database.read() as connection:  # mostly there is nothing, and no writer is disturbed
             found = connection.execute(due).all()
         taken: list[int] = []
