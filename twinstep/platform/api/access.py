@@ -133,7 +133,8 @@ async def authorize(request: Request) -> None:
     access = ROUTES[request.method, request.scope["route"].path]
     entry = current_entry()
     params = request.path_params
-    logs.note(**{name: str(value)[:64] for name, value in params.items() if name in logs.FACTS})
+    # A job is noted once it is known which is meant: what a path says may be a name.
+    logs.note(**{name: str(value)[:64] for name, value in params.items() if name in logs.FACTS and name != "job_id"})
     if entry is not None:
         entry.action = access.action or entry.action
         entry.target = next(iter(params.values()), entry.target)
@@ -150,6 +151,7 @@ async def authorize(request: Request) -> None:
             params["job_id"] = await run_in_threadpool(
                 _job_meant, service, principal, access.permission, named, by_name=reads
             )
+            logs.note(job_id=params["job_id"])
         elif project := params.get("project"):
             if entry is not None:
                 entry.project = project
