@@ -62,6 +62,7 @@ FAILURES = [
     ([pod("p-0", exit_code=2, reason="Error")], [], "spec"),
     ([pod("p-0", exit_code=139, reason="Error")], [], "crash"),
     ([pod("p-0", exit_code=75, reason="Error")], [], "preempted"),
+    ([pod("p-0", exit_code=76, reason="Error"), pod("p-1", exit_code=76, reason="Error")], ["step 7"], "peer_lost"),
     ([pod("p-0", exit_code=3, reason="Error")], ["step 7"], "worker_failed"),
     ([pod("p-0", reason="Evicted", message="The node was low on resource: memory")], [], "node_lost"),
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from twinstep.platform.scheduler.cluster.diagnose import CANNOT_START, words_of
 from twinstep.platform.store.records import Diagnosis, PodTrouble
-from twinstep.spec.words import EXIT_PREEMPTED, EXIT_SPEC
+from twinstep.spec.words import EXIT_PEER_LOST, EXIT_PREEMPTED, EXIT_SPEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ def failed(found: Diagnosis | None) -> Cause | None:
         return _stuck(first)
     by_code = {
         EXIT_SPEC: ("spec", "read its log: the worker refused the spec, and trying again changes nothing"),
+        EXIT_PEER_LOST: ("peer_lost", "see whether the pods reach each other, and whether a node went"),
         EXIT_PREEMPTED: ("preempted", "twinstep resume: it was told to stop, and saved what it had"),
         137: ("killed", "raise kubernetes.memory_gib if memory is short; else see who killed it: kubectl describe pod"),
         139: ("crash", "try compile.backend: eager to see whether the step itself is at fault, and report the log"),
