@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from twinstep.spec.errors import SpecError
 from twinstep.spec.job import CompileSpec
 from twinstep.spec.parse import validate_spec
 from twinstep.spec.placement import Mesh, Placed, place
+from twinstep.worker.compile.lower.ring_on import RingOn
 from twinstep.worker.compile.strategies import RingEmbedding, resolve
 from twinstep.worker.embedding.collection import EmbeddingCollection
 from twinstep.worker.train.asked import strategies_of
@@ -129,6 +132,19 @@ def test_a_ring_is_for_the_tables_of_a_model_and_for_no_layer_of_such_a_name(dev
 def test_a_ring_of_a_model_without_tables_names_none() -> None:
     found = resolve(strategies_of(CompileSpec(), "ring", nn.Linear(2, 2)))
     assert found["ring_embedding"] == RingEmbedding(parameters=())
+
+
+def test_on_a_tpu_kernels_take_rows_of_whole_words_alone() -> None:
+    """Of a bfloat16 table no row can be named by itself: the compiler copied the whole table for them."""
+    state = [torch.empty(8, width, dtype=torch.bfloat16) for width in (128, 64)] + [torch.empty(8, 64)]
+    slots = [SimpleNamespace(role="parameter", name=f"t{number}") for number in range(3)]
+    context = SimpleNamespace(strategy=lambda _: RingEmbedding(parameters=("t*",)), slots=slots)
+    captured: Any = SimpleNamespace(context=context, num_state=3, example=state)
+    chips = np.array([SimpleNamespace(platform="tpu")] * 4)
+    mesh: Any = SimpleNamespace(size=4, axis_names=("data",), devices=chips)
+    on = RingOn.of(captured, mesh, [("data", None)] * 3, (False, True, True))
+    assert on is not None
+    assert (on.by_rows, on.one_line, on.lined) == ({0, 1, 2}, {2}, {2})
 
 
 def test_a_ring_always_has_row_updates() -> None:

@@ -16,6 +16,10 @@ from twinstep.worker.compile.capture import Captured
 from twinstep.worker.compile.strategies import RingEmbedding
 from twinstep.worker.embedding.ring.device.rows import Ring
 
+WORD = 4
+"""Bytes of an element of which a DMA can take a single row: two rows of bfloat16 share a line's words, so the kernels
+would have the whole table copied."""
+
 
 @dataclass(frozen=True, slots=True)
 class RingOn:
@@ -26,7 +30,7 @@ class RingOn:
     by_rows: frozenset[int]
     """Slots of the state."""
     lined: frozenset[int] = frozenset()
-    """Of them those whose rows lie in whole lines though they are narrower (`placement.in_lines`)."""
+    """Of them those whose rows lie in whole lines though they are narrower (`placement.in_lines`), a DMA each."""
     one_line: frozenset[int] = frozenset()
     """Of them those of which a row is one line of a TPU's memory: the Pallas kernel looks them up, a DMA a row."""
     interpret: Any = False
@@ -62,8 +66,9 @@ class RingOn:
         if mesh.devices.flat[0].platform != "tpu":
             return cls(mesh, Ring(axis, mesh.size, search="scan"), by_rows)
         lines = lines or [False] * captured.num_state
-        one_line = frozenset(slot for slot in by_rows if _one_line(captured.example[slot].shape, lines[slot]))
-        lined = frozenset(slot for slot in by_rows if lines[slot])
+        whole = [slot for slot in by_rows if captured.example[slot].element_size() == WORD]
+        one_line = frozenset(slot for slot in whole if _one_line(captured.example[slot].shape, lines[slot]))
+        lined = frozenset(slot for slot in whole if lines[slot])
         joined = {getattr(device, "slice_index", 0) for device in mesh.devices.flat}  # no DMA goes between slices
         ring = Ring(axis, mesh.size, search="sort")
         return cls(mesh, ring, by_rows, lined, one_line if len(joined) == 1 else frozenset())
