@@ -77,15 +77,17 @@ def in_two_processes(folder: Path, specs: list[dict[str, Any]]) -> list[list[dic
 @pytest.mark.parametrize("engine", ["dense", "sparsecore"])
 def test_two_processes_without_a_whole_table_train_as_eager_pytorch_does(tmp_path: Path, engine: str) -> None:
     eager = train(validate_spec(spec_of("dense", 4, None, backend="eager")))
-    specs = [spec_of(engine, steps, tmp_path / "checkpoints") for steps in (3, 4)]
-    for rank, (first, more) in enumerate(in_two_processes(tmp_path, specs)):
+    specs = [spec_of(engine, steps, tmp_path / "checkpoints") for steps in (3, 4, 4)]
+    for rank, (first, more, over) in enumerate(in_two_processes(tmp_path, specs)):
         assert more["first"] == 3
         if rank == 0:
             assert [*first["losses"], *more["losses"]] == pytest.approx(eager["losses"], rel=1e-5)
-        assert more["ne"] == pytest.approx(eager["scores"]["ne"], rel=1e-5)
-        for path, value in more["values"].items():
-            assert torch.allclose(value.double(), eager["tensors"][path].double(), rtol=1e-4, atol=1e-5), path
-        for run in (first, more):
+        assert (over["first"], over["losses"]) == (4, [])  # only its evaluation was left
+        for run in (more, over):
+            assert run["ne"] == pytest.approx(eager["scores"]["ne"], rel=1e-5)
+            for path, value in run["values"].items():
+                assert torch.allclose(value.double(), eager["tensors"][path].double(), rtol=1e-4, atol=1e-5), path
+        for run in (first, more, over):
             assert len(run["resident"]) == 2  # a table, and what Adagrad keeps of it
             # Rows of held-out samples alone: its own are on devices, and where they are saved from.
             assert all(share < 0.01 for share in run["resident"].values()), run["resident"]
