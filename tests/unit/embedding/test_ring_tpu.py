@@ -125,3 +125,45 @@ def test_a_chip_holds_its_share_of_the_tables_of_a_step_and_copies_none_of_it(di
     assert tables <= report["hbm"]["arguments"] * CHIPS[topology] <= 1.02 * tables + CHIPS[topology] * (1 << 20)
     assert report["hbm"]["temp"] < tables / CHIPS[topology] / 4 + (16 << 20), "nothing of a table's size beside it"
     assert "all-gather" not in {each["kind"] for each in report["collectives"] if each["bytes"] > 1 << 20}
+
+
+HALF = """
+import json, sys
+import torch
+from torch import nn
+from twinstep.worker.compile.aot import compile_ahead
+from twinstep.worker.compile.strategies import DEFAULT_STRATEGIES, RingEmbedding
+width = int(sys.argv[1])
+with torch.device("meta"):
+    model = nn.Embedding(4 << 20, width, dtype=torch.bfloat16)
+    batch = {"ids": torch.zeros(1024, dtype=torch.int64), "y": torch.zeros(1024, width)}
+def step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(batch["ids"]).float(), batch["y"])
+    loss.backward()
+    with torch.no_grad():
+        model.weight.sub_(0.1 * model.weight.grad)
+    return loss
+done = compile_ahead(
+    step, model, torch.optim.SGD(model.parameters(), lr=0.1), batch, topology="v5p:2x2x1", effort="quick",
+    batch_size=1024, strategies=[*DEFAULT_STRATEGIES, RingEmbedding(parameters=("weight",))],
+)
+print(json.dumps([done.report.as_json()["hbm"], done.captured.context.notes["ring_embedding"]]))
+"""
+
+
+@pytest.mark.parametrize(("dim", "most"), [(128, 64), pytest.param(64, 160, marks=pytest.mark.slow)])
+def test_no_kernel_has_a_table_of_bfloat16_copied(dim: int, most: int) -> None:
+    """Two rows share a line's words there: a kernel that names one had the compiler copy the table, 513 MiB a chip."""
+    done = subprocess.run(
+        [sys.executable, "-c", HALF, str(dim)],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(CHILD.parents[3])},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    hbm, notes = json.loads(done.stdout.strip().splitlines()[-1])
+    assert set(notes.values()) == {"looked up and updated around the ring"}
+    assert hbm["temp"] < most << 20
