@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         field, problem = OPTIONS[option]
         able = [name for name, bench in BENCHES.items() if getattr(bench, field)]
         if options.name not in able:
-            fix = f"leave --{option} out; {', '.join(able)} does"
+            fix = f"leave --{option} out; {' and '.join(able)} {'do' if len(able) > 1 else 'does'}"
             print(f"bench: {options.name} {problem}\nfix: {fix}", file=sys.stderr)
             return EXIT_USAGE
     try:

@@ -67,7 +67,7 @@ def test_what_keeps_nothing_between_calls_says_so(
 @pytest.mark.parametrize("name", ["step", "all"])
 def test_what_has_no_parts_runs_whole(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([name, "--only", "a*"]) == 2
-    assert "tpu does" in capsys.readouterr().err
+    assert "tpu and preflight do\n" in capsys.readouterr().err
 
 
 def test_json_is_the_last_line_and_comes_after_the_table(
