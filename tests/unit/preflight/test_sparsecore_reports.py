@@ -32,16 +32,19 @@ HISTORIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("spec", "peak"),
+    ("spec", "topology", "peak"),
     [
-        pytest.param(SMALL, 912.2, id="dlrm"),
-        pytest.param(LARGE, 7414.2, id="large-tables"),
-        pytest.param(HISTORIES, 1093.8, id="row-wise"),
+        pytest.param(SMALL, "v5p:2x2x1", 912.2, id="dlrm"),
+        pytest.param(LARGE, "v5p:2x2x1", 7414.2, id="large-tables"),
+        pytest.param(HISTORIES, "v5p:2x2x1", 1093.8, id="row-wise"),
+        pytest.param(HISTORIES, "v6e:2x2", 1070.3, id="row-wise, had no part in making the model"),
     ],
 )
-def test_the_model_is_never_under_the_compilers_report_and_little_over(spec: dict[str, Any], peak: float) -> None:
-    told = preflight(Case(name="t", topology="v5p:2x2x1", spec=spec).job()).hbm / MIB
-    assert 0 <= told / peak - 1 <= 0.15
+def test_the_model_is_never_under_the_compilers_report_and_little_over(
+    spec: dict[str, Any], topology: str, peak: float
+) -> None:
+    told = preflight(Case(name="t", topology=topology, spec=spec).job()).hbm / MIB
+    assert 0 <= told / peak - 1 <= 0.03
 
 
 REPORTS = Path(__file__).parents[3] / "bench/results/tpu"
