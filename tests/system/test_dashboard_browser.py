@@ -33,7 +33,7 @@ def test_from_the_list_to_a_finished_run_and_its_charts(plane: Any, page: Page, 
     expect(row).to_contain_text("ml-100k · inductor")
     row.click(position={"x": 700, "y": 20})  # the whole row is the link
     expect(page).to_have_url(f"{plane.url}/jobs/{job['id']}")
-    expect(page).to_have_title("good-demo · Twinstep")
+    expect(page).to_have_title("✓ good-demo · Twinstep")
     expect(page.locator(".tw-chart canvas")).to_have_count(4)
     box = page.locator(".tw-chart").first.bounding_box()
     assert box is not None
