@@ -147,7 +147,7 @@ def test_the_list_is_worked_by_keyboard_alone(many: Any, page: Page) -> None:
             break
     assert sum("tw-state-btn" in place for place in seen) == 8
     page.keyboard.press("Enter")
-    expect(page).to_have_title("sweep-00042 · Twinstep")
+    expect(page).to_have_title("✓ sweep-00042 · Twinstep")
 
 
 def test_two_tabs_see_the_same_jobs_move(many: Any, browser: Browser) -> None:
