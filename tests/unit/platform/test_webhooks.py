@@ -259,7 +259,7 @@ def slow_receiver(letters: bytes) -> Iterator[str]:
 def test_a_slow_webhook_keeps_no_other_waiting_and_is_given_up_in_time(
     side: Side, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, letters: bytes
 ) -> None:
-    monkeypatch.setattr(webhooks, "TIMEOUT_S", 2.0)
+    monkeypatch.setattr(webhooks, "TIMEOUT_S", 6.0)  # on a busy machine, too, longer than telling the others takes
     messenger = Messenger(side.outbox, side.target, every_seconds=0.02)
     with slow_receiver(letters) as url:
         slow, _ = side.hooks.create(url, [])
@@ -269,7 +269,7 @@ def test_a_slow_webhook_keeps_no_other_waiting_and_is_given_up_in_time(
         messenger.start()
         eventually(lambda: len(receiver.got) == AT_ONCE + 4)
         assert side.hooks.get(slow.id).failing_since is None, "the others were told before that one was given up"
-        eventually(lambda: "did not answer within 2 s" in (side.hooks.get(slow.id).last_error or ""))
+        eventually(lambda: "did not answer within 6 s" in (side.hooks.get(slow.id).last_error or ""))
         messenger.stop()
 
 
