@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from twinstep.worker.data.multi_hot import AnySchema
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableConfig:
@@ -139,3 +141,13 @@ class DLRMConfig:
     """Cross layers; `dot` has none."""
     cross_rank: int = 512
     """R: rank of a cross layer's matrix."""
+
+
+def table_configs(schema: AnySchema, dim: int) -> tuple[TableConfig, ...]:
+    """Return the tables of a schema, each of `dim` floats a row."""
+    return tuple(TableConfig(name=table.name, rows=table.rows, dim=dim) for table in schema.tables)
+
+
+def task_configs(schema: AnySchema) -> tuple[TaskConfig, ...]:
+    """Return the tasks of a schema, in its order."""
+    return tuple(TaskConfig(name=task.name, kind=task.kind) for task in schema.tasks)

@@ -32,7 +32,15 @@ from twinstep.worker.embedding.collection import (
     in_place_of_tables,
 )
 from twinstep.worker.embedding.optim import split_parameters
-from twinstep.worker.models.config import BagConfig, ContextualConfig, ItemFeatureConfig, TableConfig, TaskConfig
+from twinstep.worker.models.config import (
+    BagConfig,
+    ContextualConfig,
+    ItemFeatureConfig,
+    TableConfig,
+    TaskConfig,
+    table_configs,
+    task_configs,
+)
 from twinstep.worker.models.factory import check_arguments, find_factory, kind_of, place_of, said_of
 from twinstep.worker.models.heads import ModelOutput, count_binary, task_losses
 from twinstep.worker.models.memory import check_memory
@@ -90,10 +98,9 @@ class ModuleConfig:
 
 def module_config(spec: JobSpec, schema: AnySchema) -> ModuleConfig:
     """Return what a spec and a schema say to a factory."""
-    dim = spec.model.embedding_dim
     shared: dict[str, Any] = {
-        "tables": tuple(TableConfig(name=table.name, rows=table.rows, dim=dim) for table in schema.tables),
-        "tasks": tuple(TaskConfig(name=task.name, kind=task.kind) for task in schema.tasks),
+        "tables": table_configs(schema, spec.model.embedding_dim),
+        "tasks": task_configs(schema),
         "table_std": spec.embedding.init_std,
     }
     if isinstance(schema, MultiHotSchema):

@@ -21,8 +21,8 @@ from twinstep.worker.models.config import (
     DLRMv3Config,
     ItemFeatureConfig,
     STUConfig,
-    TableConfig,
-    TaskConfig,
+    table_configs,
+    task_configs,
 )
 from twinstep.worker.models.dlrm import DLRM, init_dlrm
 from twinstep.worker.models.dlrmv3 import DLRMv3
@@ -60,12 +60,12 @@ def dlrmv3_config(spec: JobSpec, schema: DataSchema) -> DLRMv3Config:
     assert isinstance(model, DLRMv3Spec)  # noqa: S101
     longest = len(schema.contextual) + spec.data.uih_len + 1
     return DLRMv3Config(
-        tables=tuple(TableConfig(name=t.name, rows=t.rows, dim=model.embedding_dim) for t in schema.tables),
+        tables=table_configs(schema, model.embedding_dim),
         contextual=tuple(
             ContextualConfig(name=f.name, table=f.table, min_uih_length=model.min_uih_length) for f in schema.contextual
         ),
         item_features=tuple(ItemFeatureConfig(name=f.name, table=f.table) for f in schema.item_features),
-        tasks=tuple(TaskConfig(name=task.name, kind=task.kind) for task in schema.tasks),
+        tasks=task_configs(schema),
         action_masks=tuple(1 << bit for bit in range(schema.action_bits)),
         layer=STUConfig(
             dim=model.transducer_dim,
@@ -121,9 +121,9 @@ def dlrm_config(spec: JobSpec, schema: MultiHotSchema) -> DLRMConfig:
     assert isinstance(model, DLRMSpec)  # noqa: S101
     return DLRMConfig(
         num_dense=len(schema.dense),
-        tables=tuple(TableConfig(name=t.name, rows=t.rows, dim=model.embedding_dim) for t in schema.tables),
+        tables=table_configs(schema, model.embedding_dim),
         features=tuple(BagConfig(name=f.name, table=f.table, max_ids=f.max_ids) for f in schema.features),
-        tasks=tuple(TaskConfig(name=task.name, kind=task.kind) for task in schema.tasks),
+        tasks=task_configs(schema),
         bottom_dims=model.bottom_dims,
         over_dims=model.over_dims,
         interaction=model.interaction,
