@@ -150,7 +150,7 @@ ARGS = [
 SOON = 15_000  # milliseconds a busy machine may take for what takes half a second
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: as long as it lives, this thread counts as one that runs an event loop
 def browser() -> Iterator[Browser]:
     if not CHROMIUM.exists():
         pytest.skip(f"no Chromium at {CHROMIUM}; TWINSTEP_CHROMIUM names another")
