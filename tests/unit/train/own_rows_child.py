@@ -24,7 +24,6 @@ from twinstep.worker.train.processes import Process, Together
 from twinstep.worker.train.progress import ProgressView
 from twinstep.worker.train.stop import StopSignal
 
-
 CHUNK = 1 << 34  # bytes of address space that are asked about at a time
 
 
