@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from twinstep.spec.errors import UnavailableError
+from twinstep.worker.checkpoint.disk import Blocks, Buffer, write_file
 
 DRAFT = ".draft-"
 """Beginning of the name of a local checkpoint that is not whole yet; what a killed writer left is swept by the next."""
-Buffer = bytes | memoryview
 
 
 class Place(Protocol):
@@ -32,8 +32,8 @@ class Place(Protocol):
     def begin(self, name: str) -> None:
         """Make ready for the files of a new checkpoint."""
 
-    def write(self, name: str, file: str, parts: Sequence[Buffer]) -> None:
-        """Write a file of a checkpoint that was begun; when this returns, the file is durable."""
+    def write(self, name: str, file: str, parts: Iterable[Buffer]) -> None:
+        """Write a file of a checkpoint that was begun, each part as it comes; when this returns, it is durable."""
 
     def commit(self, name: str, file: str, content: bytes) -> None:
         """Write the one file that makes the checkpoint count; when this returns, it does, and survives a crash."""
@@ -68,6 +68,7 @@ class LocalPlace:
         self.path = path
         self.url = str(path)
         self._mark = mark
+        self._blocks = Blocks()
 
     def names(self) -> list[str]:
         """Return the names of the directories there that are not drafts."""
@@ -89,14 +90,14 @@ class LocalPlace:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
 
-    def write(self, name: str, file: str, parts: Sequence[Buffer]) -> None:
+    def write(self, name: str, file: str, parts: Iterable[Buffer]) -> None:
         """Write a file of the draft and wait until the disk has it."""
-        _write(self._draft(name) / file, parts)
+        write_file(self._draft(name) / file, parts, self._blocks)
 
     def commit(self, name: str, file: str, content: bytes) -> None:
         """Write the last file and give the draft its name."""
         draft, final = self._draft(name), self.path / name
-        _write(draft / file, [content])
+        write_file(draft / file, [content], self._blocks)
         _sync_directory(draft)
         draft.rename(final)
         _sync_directory(self.path)
@@ -133,7 +134,7 @@ class LocalPlace:
         """Write a small file, whole or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         draft = self.path / f".{file}.{os.getpid()}"
-        _write(draft, [content])
+        write_file(draft, [content], self._blocks)
         draft.replace(self.path / file)
 
     def get(self, file: str) -> bytes | None:
@@ -176,7 +177,7 @@ class UriPlace:
         """Make the directory, where the file system has such a thing."""
         self._fs.makedirs(f"{self._root}/{name}", exist_ok=True)
 
-    def write(self, name: str, file: str, parts: Sequence[Buffer]) -> None:
+    def write(self, name: str, file: str, parts: Iterable[Buffer]) -> None:
         """Upload a file."""
         with self._fs.open(f"{self._root}/{name}/{file}", "wb") as out:
             for part in parts:
@@ -283,18 +284,6 @@ def in_words(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {error}"[:300]
-
-
-def _write(path: Path, parts: Sequence[Buffer]) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        for part in parts:
-            rest = memoryview(part)
-            while rest:
-                rest = rest[os.write(fd, rest) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _sync_directory(path: Path) -> None:

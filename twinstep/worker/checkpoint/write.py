@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -84,12 +84,15 @@ def write_parts(
 
     def write(file: str) -> list[tuple[str, Piece]]:
         check()
-        views = [
-            (part.path, piece, rows_as_bytes(part.rows, piece.start - part.start, piece.stop - part.start))
-            for part, piece in by_file[file]
-        ]
-        summed = [(path, piece.model_copy(update={"crc32": zlib.crc32(view)})) for path, piece, view in views]
-        place.write(name, file, [view for _, _, view in views])
+        summed: list[tuple[str, Piece]] = []
+
+        def views() -> Iterator[memoryview]:
+            for part, piece in by_file[file]:
+                view = rows_as_bytes(part.rows, piece.start - part.start, piece.stop - part.start)
+                summed.append((part.path, piece.model_copy(update={"crc32": zlib.crc32(view)})))
+                yield view
+
+        place.write(name, file, views())
         return summed
 
     with ThreadPoolExecutor(WRITERS) as pool:
