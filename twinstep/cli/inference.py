@@ -164,6 +164,7 @@ def _place(source: str, url: str | None) -> str:
         raise NotFoundError(
             f"there are no checkpoints of {job['id']} in {place}",
             remedy=f"where the control plane {plane.url} has another data directory, or is on another machine, give "
-            f"that place: DATA_DIR/checkpoints/{job['id']}; checkpoint.every_steps makes some",
+            f"that place: DATA_DIR/checkpoints/{job['id']}; a run that has ended has one, "
+            "unless checkpoint.at_end is false",
         )
     return place

@@ -263,6 +263,8 @@ class CheckpointSpec(Spec):
     """Steps between checkpoints; null: not by steps."""
     every_seconds: Annotated[Number, Field(gt=0)] | None = None
     """Seconds between checkpoints; null: not by time."""
+    at_end: StrictBool = True
+    """Save the state after the last step too, where there is a place for it: the model that a run is for."""
     keep_last: Annotated[StrictInt, Field(ge=1, le=10_000)] = 2
     """Newest checkpoints that are kept."""
     keep_best: Annotated[StrictInt, Field(ge=0, le=10_000)] = 0

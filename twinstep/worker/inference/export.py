@@ -224,7 +224,8 @@ def _newest(source: str, step: int | None) -> tuple[Reader, dict[str, Tensor]]:
     wanted = f" of step {step}" if step is not None else ""
     raise NotFoundError(
         f"there is no checkpoint{wanted} at {source}",
-        remedy="give a job, a checkpoint, or the place of a run's checkpoints; checkpoint.every_steps makes some",
+        remedy="give a job, a checkpoint, or the place of a run's checkpoints; a run that has ended has one, "
+        "unless checkpoint.at_end is false",
     )
 
 

@@ -251,13 +251,20 @@ class Trainer:
                             break
         self._speed.end()
         new, best = self.step > self._first, self.spec.checkpoint.keep_best  # an old last step is saved already
-        if new and self.spec.checkpoint.periodic and not best:
+        if self._saving is not None and new and not best and self._saving.due(self.step, ends=True):
             self._save()
         scored = self._evaluated == self.step  # it is saved with its scores then
         scores = self._evaluate()
-        if best and not scored and scores is not None:
+        if scores is None:
+            return None
+        if best and not scored:
             self._save(scores)
-        return None if scores is None else self._summary(scores)
+        if self._saving is not None:
+            with self._goodput.during("checkpoint"):
+                self._saving.finish()
+        else:
+            self._view.say("the model is not kept: checkpoint.path names no place for it")
+        return self._summary(scores)
 
     def _report_left_out(self) -> None:
         bad = self._dataset.left_out

@@ -157,11 +157,13 @@ class Saving:
             text = "the checkpoint is another backend's: dropout goes on with other masks"
             self._tell("random_state_differs", text, {})
 
-    def due(self, step: int, *, scored: bool) -> bool:
-        """Say whether the state after `step` is to be saved now; `scored`: it was evaluated."""
+    def due(self, step: int, *, scored: bool = False, ends: bool = False) -> bool:
+        """Say whether the state after `step` is to be saved now; `scored`: it was evaluated; `ends`: it is the last."""
         wanted = self._spec.checkpoint
         if step == self._saved_step or step == 0:
             return False
+        if ends and wanted.at_end:
+            return True
         by_steps = wanted.every_steps is not None and step % wanted.every_steps == 0
         by_time = wanted.every_seconds is not None and time.monotonic() - self._saved_at >= wanted.every_seconds
         by_score = scored and wanted.keep_best > 0

@@ -174,15 +174,16 @@ class SharedSaving:
         self._take_up()
         return reader.manifest
 
-    def due(self, step: int, *, scored: bool) -> bool:
-        """Say whether the state after `step` is to be saved now."""
-        return self._together.of_first(self._saving is not None and self._saving.due(step, scored=scored))
+    def due(self, step: int, *, scored: bool = False, ends: bool = False) -> bool:
+        """Say whether the state after `step` is to be saved now; `scored`: it was evaluated; `ends`: it is the last."""
+        here = self._saving is not None and self._saving.due(step, scored=scored, ends=ends)
+        return self._together.of_first(here)
 
     def save(self, step: int, about: dict[str, Any], *, scores: Mapping[str, float | None] | None = None) -> None:
         """Save the state after `step`."""
         held: Held = {}
         if self._sharded:
-            self._finish()  # what is being written may be what own rows are brought into
+            self.finish()  # what is being written may be what own rows are brought into
             held = self._stepper.pull_own()
         else:
             self._stepper.pull()
@@ -197,7 +198,8 @@ class SharedSaving:
             self._member.save(tensors, held)
         self._do(save)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Wait for what is being written."""
         if self._member is not None:
             self._member.finish()
         if self._saving is not None:
