@@ -35,6 +35,7 @@ SIMULATED = {
     "test_kube_logs": "logs that a test writes",
     "test_kube_rights": "the rights of a role, held to each request",
     "test_logs_of_a_job": "logs that a test writes",
+    "test_put_back": "runs that go on until a test ends them",
     "test_two_replicas": "many jobs that end at once",
     "test_simulated_cluster": "the simulated controllers themselves",
 }

@@ -79,6 +79,17 @@ class KubeCluster:
             uid=there["metadata"]["uid"],
         )
 
+    def put_back(self, run_id: str, ref: WorkloadRef, objects: Sequence[Object]) -> list[str]:
+        """See `Cluster.put_back`."""
+        *beside, workload = objects
+        owner = {**workload, "metadata": {**workload["metadata"], "uid": ref.uid}}
+        missing = [each for each in beside if self._owned(run_id, each) is None]
+        if not missing or self._mine(run_id, ref) is None:  # its end takes along what it owns
+            return []
+        for each in missing:
+            self._apply_own(run_id, each, owner=owner)
+        return [f"{each['kind']} {each['metadata']['name']}" for each in missing]
+
     def _owned(self, run_id: str, wanted: Object) -> dict[str, Any] | None:
         """Return an object as it is now; None where it is not there.
 

@@ -44,6 +44,16 @@ class Cluster(Protocol):
         """
         ...
 
+    def put_back(self, run_id: str, ref: WorkloadRef, objects: Sequence[Object]) -> Sequence[str]:
+        """Apply what stands beside a workload that is there, where it is missing; return what was, as `Kind name`.
+
+        Secrets are left out: nobody here knows a run's token any more.
+
+        Raises:
+            ConflictError: an object of one of the names is there and is not this run's, or is being deleted.
+        """
+        ...
+
     def workloads(self) -> Mapping[str, WorkloadRef]:
         """Return every workload that the mirror holds, by the run whose label it bears."""
         ...

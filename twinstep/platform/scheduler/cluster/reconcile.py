@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from twinstep.platform.logs import about
+from twinstep.platform.scheduler.cluster.beside import Beside
 from twinstep.platform.scheduler.cluster.decide import (
     ClusterAction,
     ClusterDo,
@@ -114,6 +115,7 @@ class ClusterReconciler(Passes):
         self._leads = leads
         self._drain = drain
         self._patience = patience or Patience()
+        self._beside = Beside(cluster)
         self._clocks = (time.time(), uptime())
         self._swept_at = 0.0
         self._specs: dict[str, dict[str, Any]] = {}
@@ -145,6 +147,7 @@ class ClusterReconciler(Passes):
                 self._write_moves(now)
         self._write_moves(now)
         self._runs.remark(now.remarks)
+        self._beside.see_to(until=now.until if now.failures == 0 else 0.0)
         self._sweep(ids)
         if now.left:
             self.nudge()
@@ -211,6 +214,8 @@ class ClusterReconciler(Passes):
         diagnosis = run.diagnosis
         if evidence is not None and finding is not None:
             diagnosis = diagnose(evidence, finding, before=run.diagnosis)
+        if action.do is ClusterDo.SAY and action.to is not None and run.cluster is not None:  # it goes on as it is
+            self._beside.stands(run.id, _ref(run.cluster), lambda: self._rendered(run).objects)
         return self._act(run, action, evidence, diagnosis, now)
 
     def _wanted(self, run: ClusterRun, now: _Pass) -> ClusterWanted:
