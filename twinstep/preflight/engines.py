@@ -7,7 +7,7 @@ SparseCores, buffers at the limits of partitions, and the compiler's stacks: `sp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -23,7 +23,7 @@ from twinstep.preflight.words import gib
 from twinstep.spec.job import JobSpec
 from twinstep.spec.placement import is_line
 from twinstep.spec.sparsecore import GENERATIONS
-from twinstep.spec.sparsecore_memory import DeviceBytes, Generation, StackShape, device_bytes
+from twinstep.spec.sparsecore_memory import ROW_ALIGN, DeviceBytes, Generation, StackShape, device_bytes, in_lines
 from twinstep.spec.topology import TPUS
 
 FLOAT = 4
@@ -43,6 +43,8 @@ class EngineBytes:
     """What it takes beside state, for tables' sake."""
     refused: tuple[Problem, ...] = ()
     """What it cannot do."""
+    update: int = 0
+    """Bytes of rows that are on their way into tables, when activations are over."""
 
 
 def engine_bytes(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], where: Where) -> EngineBytes:
@@ -144,10 +146,12 @@ def _sparsecore(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], w
         whole = prod(parameter.shape) * FLOAT
         mine = device_bytes(generation, [replace(stack, slots=0)]).tables
         name = f"table {table.name}"
-        copied = per_row and parameter.shape[-1] % LANES != 0  # a row-wise rule runs on the TensorCore
+        stored = mine // FLOAT // (width := _up(parameter.shape[-1], ROW_ALIGN))
+        lined = width == LANES or in_lines(stored, width, _named(generation, stack, stored))
+        copied = per_row and not lined  # a row-wise rule runs on the TensorCore, which wants whole lanes
         state.append(Held(parameter.name, "table", whole, mine, split=True, copied=copied))
         if per_row:
-            mine = device_bytes(generation, [replace(stack, slots=0, width=1)]).tables
+            mine = tiled_bytes((stored, 1))
             state.append(Held(f"slots of {name}", "table optimizer", whole // parameter.shape[-1], mine, split=True))
         elif slots:
             state.append(Held(f"slots of {name}", "table optimizer", whole * slots, mine * slots, split=True))
@@ -166,7 +170,40 @@ def _sparsecore(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], w
         words=f"sparsecore: shares of {TPUS[generation].sparse_cores_per_device * where.devices} SparseCores, padded",
         parts=parts,
         refused=_tile(taken, where),
+        update=_rows_updated(generation, stacks, [each for each in state if each.role == "table"]) * per_row,
     )
+
+
+UPDATE_COPIES = 5
+"""Of the rows that a row-wise update may be told of, in whole lanes; libtpu took 4.7 of them for v5p, 2 for v7x."""
+
+
+def _named(generation: Generation, stack: StackShape, rows: int) -> int:
+    """Return the rows that a device may be told to update: what each SparseCore may ask of each of its own.
+
+    Args:
+        generation: of the TPU.
+        stack: its limits, for so many devices.
+        rows: stored rows of the device.
+    """
+    cores = TPUS[generation].sparse_cores_per_device
+    return cores * cores * stack.devices * max(1, min(stack.max_unique, rows // cores))
+
+
+def _rows_updated(generation: Generation, stacks: Sequence[StackShape], tables: Sequence[Held]) -> int:
+    """Return the bytes of the rows of one table on their way into it; tables follow one another."""
+    found = [
+        _named(generation, stack, table.bytes // (_up(stack.width, ROW_ALIGN) * FLOAT))
+        * _up(stack.width, LANES)
+        * FLOAT
+        for stack, table in zip(stacks, tables, strict=True)
+        if not table.copied
+    ]
+    return UPDATE_COPIES * max(found, default=0)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def _stack(generation: Generation, stack: StackShape) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from twinstep.spec.model import DLRMSpec, DLRMv3Spec
 from twinstep.spec.module import ModuleSpec
 
 FLOAT = 4
+FEW_DEVICES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +75,26 @@ def memory_of(spec: JobSpec, shape: DataShape, found: tuple[Parameter, ...], whe
         Part(
             "table copy", _table_copy(spec, engine.state, values + scores, where), "whole rows of lanes, of one table"
         ),
+        *_update(engine.update - values - scores),
         Part("program", _program(spec, shape, work, where, spec.embedding.engine), "the program's own code"),
     )
-    by_tables = {"tables", "table optimizer", "table copy", "gradients", "program", *(part.name for part in beside)}
+    by_tables = {
+        "tables",
+        "table optimizer",
+        "table copy",
+        "rows of an update",
+        "gradients",
+        "program",
+        *(part.name for part in beside),
+    }
     others = sum(part.bytes for part in parts if part.name not in by_tables)
     others += alone + _program(spec, shape, work, where, "dense")  # the most that a table's code takes in any engine
     return Memory(parts=parts, state=engine.state, refused=engine.refused, besides_tables=others)
+
+
+def _update(more: int) -> tuple[Part, ...]:
+    """Return the part of rows on their way into a table, where they take more than the activations that they follow."""
+    return (Part("rows of an update", more, "of one table, when activations are over"),) if more > 0 else ()
 
 
 def _within_budget(spec: JobSpec, values: int, scores: int) -> tuple[int, int]:
@@ -133,7 +148,20 @@ def _layer_values(spec: JobSpec, model: DLRMv3Spec, work: Work, where: Where) ->
         return stream
     heads = model.num_heads
     wide = 2 * heads * (model.linear_dim + model.attention_dim) + 4 * heads * model.linear_dim
-    return 2 * stream + work.tokens * wide
+    return 2 * stream + work.tokens * wide + _padding(spec, model, work, where)
+
+
+def _padding(spec: JobSpec, model: DLRMv3Spec, work: Work, where: Where) -> int:
+    """Return the numbers that a step on more than four devices keeps more, for a kernel of attention alone.
+
+    As many as queries, keys, values and what comes of them have of a row's slots in whole blocks of lanes beyond its
+    tokens. A rule of libtpu's reports: those of four devices take none of it, those of 8 to 256 about as much.
+    """
+    few = where.kind != "tpu" or where.devices <= FEW_DEVICES
+    if few or not work.aligned or not attention_is_fused(spec):
+        return 0
+    added = work.rows * (work.slots + -work.slots % LANES) - work.tokens
+    return max(0, added) * 2 * model.num_heads * (model.linear_dim + model.attention_dim)
 
 
 def _dlrm_values(model: DLRMSpec, shape: DataShape) -> int:
@@ -171,22 +199,20 @@ def _program(spec: JobSpec, shape: DataShape, work: Work, where: Where, engine: 
     return CODE + table * len(shape.tables) + layer * layers
 
 
-COPIES_BESIDE_VALUES, COPIES_OF_UPDATE = 1.5, 3.55
-"""Whole copies of a table that a row-wise rule on SparseCores' tables has live, in two phases of a step.
+COPIES_OF_UPDATE = 2.5
+"""Whole copies of a small table that a row-wise rule on SparseCores' tables has live, in whole lanes.
 
-The backward pass: the table in whole lanes, which waits for nothing and is made early, and a part of the next copy; all
-activations live beside it. The update: the table, its new rows, what the rule keeps of each row, one number in whole
-lanes, and rows on their way; activations are over by then. Fitted to libtpu's reports of whole steps, and never under
-one: tests/unit/preflight/test_sparsecore_reports.py.
-"""
+The table, its new rows, and rows on their way. Activations are over by then. Held to libtpu's reports of whole steps,
+and never under one: tests/unit/preflight/test_sparsecore_reports.py."""
 
 
 def _table_copy(spec: JobSpec, state: tuple[Held, ...], values: int, where: Where) -> int:
     """Return what copies of the widest table that a TPU's step copies take; others follow one another.
 
-    SparseCores update rows where they lie, elementwise; a row-wise rule runs on the TensorCore, for which a table is
-    copied into whole lanes, and back (held by tests/unit/embedding/test_sparsecore_tpu.py). Those copies have the room
-    of `values`, which only the backward pass reads: the larger of the two phases counts.
+    SparseCores update rows where they lie, and so does the TensorCore, which a row-wise rule runs on, in lines; where a
+    step may name more rows than that is worth for, their table is copied into whole lanes, and back
+    (`sparsecore_memory.in_lines`; held by tests/unit/embedding/test_sparsecore_tpu.py). Those copies have the room of
+    `values`, which only the backward pass reads.
     """
     width = spec.model.embedding_dim
     if where.kind != "tpu":
@@ -195,4 +221,4 @@ def _table_copy(spec: JobSpec, state: tuple[Held, ...], values: int, where: Wher
     copy = max(rows, default=0) * (width + -width % LANES) * FLOAT
     if spec.embedding.engine != "sparsecore":
         return copy
-    return max(int(COPIES_BESIDE_VALUES * copy), int(COPIES_OF_UPDATE * copy) - values)
+    return max(0, int(COPIES_OF_UPDATE * copy) - values)

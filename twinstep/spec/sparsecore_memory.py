@@ -10,6 +10,7 @@ Legend: N SparseCores, S of a device; W stored width; B stacked samples of a Spa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +22,7 @@ FLOAT = 4  # bytes; tables, slots and activations are float32
 ROW_ALIGN = 8  # float32 of a row, and rows of a shard: 32 bytes; jax-tpu-embedding, round_up_dim_and_vocab_size
 COO_BYTES = 12  # of a slot: embedding id, sample id, gain; jax-tpu-embedding's padded CSR
 LANES = 128  # float32 of a TensorCore's row: narrower rows are padded to it
+INT32 = 1 << 31
 KIB = 1 << 10
 RESERVED = 64 * KIB  # that a program with SparseCore work takes in any case; measured
 
@@ -159,6 +161,23 @@ def device_bytes(generation: Generation, stacks: Sequence[StackShape]) -> Device
         tile=tile,
         tile_limit=facts.tile_bytes,
     )
+
+
+def in_lines(rows: int, width: int, named: int) -> bool:
+    """Say whether the TensorCore updates rows of a stored table as lines of whole lanes, where they lie.
+
+    A line is kept for each piece of a row, the most that rows and lines are both made of, and each place in a line that
+    a piece may be at. Where that is more than the table in whole lanes, rows are updated in a copy of it.
+
+    Args:
+        rows: stored rows of a device.
+        width: of a stored row.
+        named: rows that a device may be told of in a step.
+    """
+    piece = math.gcd(width, LANES)
+    pieces, places = width // piece, LANES // piece
+    countable = (rows + named) * pieces < INT32
+    return rows * width % LANES == 0 and countable and named * pieces * places <= rows * -(-width // LANES)
 
 
 def _up(value: int, multiple: int) -> int:

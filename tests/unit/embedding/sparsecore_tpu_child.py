@@ -68,7 +68,7 @@ def compiled(case: Any, mesh: Mesh, per_device: int) -> dict[str, Any]:
         limits, count = stack.limits, stack.cores.count
         assert limits is not None
         tables[stack.name] = tuple(
-            jax.ShapeDtypeStruct(stored.stored_shape(stack, per_row), jnp.float32, sharding=engine.placing)
+            jax.ShapeDtypeStruct(stored.stored_shape(stack, per_row), jnp.float32, sharding=engine.placing_of(per_row))
             for _, per_row, _ in parts_of(stack)
         )
         slots = count * count * -(-limits.max_ids // 8) * 8 * (2 if split else 1)

@@ -17,6 +17,8 @@ from twinstep.spec.topology import TPUS
         ("v4:2x2x1", 4, 8, "v4:2x2x1"),
         ("v7x:2x2x1", 4, 8, "tpu7x:2x2x1"),
         ("tpu7x:4x4x8", 128, 256, "tpu7x:4x4x8"),
+        ("v5p:2x2x2 × 2", 16, 16, "v5p:2x2x2"),
+        ("v7x:4x4x8*3", 384, 768, "tpu7x:4x4x8"),
     ],
 )
 def test_a_slice_knows_its_chips_its_devices_and_what_the_compiler_calls_it(
@@ -35,6 +37,8 @@ def test_a_slice_knows_its_chips_its_devices_and_what_the_compiler_calls_it(
         ("v6e:4x4x4", "v6e:8x8"),
         ("v5q:4x4x8", "v5p:4x4x8"),
         ("v5p", "v5p:2x2x1"),
+        ("v5p:4x8x4 × 2", "v5p:4x4x8"),
+        ("v5p:4x4x8 × 0", "v5p:4x4x8"),
     ],
 )
 def test_a_name_that_is_none_is_refused_with_the_nearest(given: str, nearest: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from twinstep.spec.job import JobSpec
 from twinstep.spec.slices import parse_slice
 from twinstep.worker.compile.key import CompileKey, reason
-from twinstep.worker.compile.shipped import FOLDER, slice_key
+from twinstep.worker.compile.shipped import FOLDER, described, slice_key
 from twinstep.worker.compile.step_compiler import StepCompiler
 from twinstep.worker.data.batch import BATCH_DIMS, meta_batch
 from twinstep.worker.data.datasets import Dataset, load_dataset
@@ -19,6 +20,7 @@ from twinstep.worker.data.multi_hot import MULTI_HOT_DIMS
 from twinstep.worker.embedding.optim import build_optimizers
 from twinstep.worker.embedding.sparsecore.spec import Cores
 from twinstep.worker.models.registry import build_meta_model, build_model
+from twinstep.worker.train.ahead import slice_name
 from twinstep.worker.train.asked import mesh_for, shipped_for, sizes_of, strategies_of
 from twinstep.worker.train.engines import Parts
 from twinstep.worker.train.processes import Process, Together
@@ -143,3 +145,15 @@ def test_a_slice_spreads_the_step_over_all_its_devices_and_looks_into_its_own_fo
     assert shipped_for(JobSpec.model_validate({**SPEC, "compile": {"cache": False}})) is None
     assert shipped_for(JobSpec(name="a")) is None
     assert mesh_for(JobSpec(name="a")) is None
+
+
+def test_several_slices_are_compiled_for_and_looked_for_as_several() -> None:
+    spec = JobSpec.model_validate({**SPEC, "data": SPEC["data"] | {"batch_size": 16}, "accelerator": {
+        "kind": "tpu", "generation": "v5p", "topology": "2x2x2", "slices": 2}})  # fmt: skip
+    mesh, shipped = mesh_for(spec), shipped_for(spec)
+    assert mesh is not None
+    assert shipped is not None
+    assert shipped.target == slice_name(spec) == "v5p:2x2x2 × 2"
+    assert mesh.size == parse_slice(shipped.target).devices == 16
+    one, other = (SimpleNamespace(device_kind="TPU", coords=(0, 0, 0), slice_index=each) for each in (0, 1))
+    assert described([one]) != described([other])

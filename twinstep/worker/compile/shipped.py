@@ -45,6 +45,7 @@ def described(devices: Sequence[Any]) -> list[str]:
     """Return kind and place of each device, in order: a program is for devices in the order it was compiled for."""
     return [
         f"{each.device_kind} {getattr(each, 'coords', None) or each.id} {getattr(each, 'core_on_chip', 0)}"
+        + (f" of slice {joined}" if (joined := getattr(each, "slice_index", 0)) else "")
         for each in devices
     ]
 

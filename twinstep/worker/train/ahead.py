@@ -40,7 +40,7 @@ _KINDS = {each.code: each for each in (CompileError, SpecError, UnavailableError
 
 
 def slice_name(spec: JobSpec) -> str:
-    """Return the name of the slice that a spec asks for.
+    """Return the name of the slice, or slices, that a spec asks for.
 
     Raises:
         SpecError: it asks for no TPU, or there is no such slice.
@@ -50,7 +50,7 @@ def slice_name(spec: JobSpec) -> str:
             f"the spec asks for accelerator {spec.accelerator.kind!r}, which has no TPU topology",
             remedy="give --topology, v5p:2x2x1 say, or set accelerator: {kind: tpu, generation: v5p, topology: 2x2x1}",
         )
-    return parse_slice(f"{spec.accelerator.generation}:{spec.accelerator.topology}").name
+    return parse_slice(f"{spec.accelerator.generation}:{spec.accelerator.topology} × {spec.accelerator.slices}").name
 
 
 def compile_spec(

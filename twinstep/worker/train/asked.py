@@ -84,7 +84,7 @@ def tell_of_loading(asked: DataSpec, taken: DataSpec, tell: Callable[[str, str, 
 def mesh_for(spec: JobSpec) -> Mesh | None:
     """Return the mesh that a spec's step is spread over: all devices of its slice, or of the host; None: one device."""
     if isinstance(spec.accelerator, TpuSpec):
-        return Mesh.of_slice(_slice(spec.accelerator).devices * spec.accelerator.slices)
+        return Mesh.of_slice(_slice(spec.accelerator).devices)
     axes = mesh_axes(spec)
     return None if axes is None else Mesh.of(axes)
 
@@ -98,4 +98,4 @@ def shipped_for(spec: JobSpec) -> Shipped | None:
 
 
 def _slice(asked: TpuSpec) -> Slice:
-    return Slice(asked.generation, asked.topology)
+    return Slice(asked.generation, asked.topology, asked.slices)

@@ -141,13 +141,14 @@ def written(
 
 
 def slice_mesh(target: Slice) -> Mesh:
-    """Return the devices of a slice, none of which need exist, as a mesh of one axis.
+    """Return the devices of a slice, none of which need exist, as a mesh of one axis; of several one after the other.
 
     Raises:
         CompileError: the TPU compiler does not take the topology.
     """
     try:
-        description = topologies.get_topology_desc(platform="tpu", topology_name=target.compiler_name)
+        joined = {"num_slices": target.slices} if target.slices > 1 else {}
+        description = topologies.get_topology_desc(platform="tpu", topology_name=target.compiler_name, **joined)
     except Exception as error:
         raise CompileError(
             f"the TPU compiler takes no slice {target.name}: {_first_line(error)}",

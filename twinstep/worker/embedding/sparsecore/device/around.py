@@ -257,7 +257,9 @@ class AheadStep(AroundStep):
         self._arguments = (turn_of if pipeline == "full" else inputs, step)
         self.state = {
             stack.name: tuple(
-                jax.ShapeDtypeStruct(stored.stored_shape(stack, per_row), jnp.float32, sharding=engine.placing)
+                jax.ShapeDtypeStruct(
+                    stored.stored_shape(stack, per_row), jnp.float32, sharding=engine.placing_of(per_row)
+                )
                 for _, per_row, _ in parts_of(stack)
             )
             for stack in engine.plan.stacks

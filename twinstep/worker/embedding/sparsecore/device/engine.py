@@ -106,12 +106,20 @@ class Engine:
         return NamedSharding(self.mesh, P(self.axis))
 
     @property
-    def placing(self) -> Any:
-        """How tables and slots lie: as `sharding`, on a TPU row after row, as SparseCores read them.
+    def placing(self) -> dict[str, tuple[Any, ...]]:
+        """How tables and slots lie, by stack."""
+        return {
+            stack.name: tuple(self.placing_of(per_row) for _, per_row, _ in logical.parts_of(stack))
+            for stack in self.plan.stacks
+        }
 
-        In a TPU's own layout they would be copied whole at every lookup.
+    def placing_of(self, per_row: bool) -> Any:
+        """Return how a part lies: as `sharding`, on a TPU row after row, as SparseCores read them.
+
+        In a TPU's own layout they would be copied whole at every lookup. What has one number a row no SparseCore
+        reads: row after row it would take eight times its bytes, and be copied into whole lanes at every update.
         """
-        if self.backend != "tpu":
+        if self.backend != "tpu" or per_row:
             return self.sharding
         return Format(Layout(major_to_minor=(0, 1), tiling=((8,),)), self.sharding)
 
@@ -152,9 +160,9 @@ class Engine:
                         out_specs=P(self.axis),
                         check_vma=False,
                     ),
-                    out_shardings=self.placing,
+                    out_shardings=self.placing_of(per_row),
                 )()
-                for number in range(len(logical.parts_of(stack)))
+                for number, (_, per_row, _) in enumerate(logical.parts_of(stack))
             )
             for stack in self.plan.stacks
         }
@@ -246,7 +254,7 @@ class Engine:
                 ]
                 del here
                 array = jax.make_array_from_single_device_arrays(shape, self.sharding, placed)
-                parts.append(array if self.backend != "tpu" else jax.device_put(array, self.placing))
+                parts.append(array if self.backend != "tpu" else jax.device_put(array, self.placing_of(per_row)))
             found[stack.name] = tuple(parts)
         return found
 

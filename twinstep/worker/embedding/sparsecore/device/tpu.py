@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from twinstep.spec.errors import UnavailableError
 from twinstep.worker.embedding.sparsecore.device import entries as reader
-from twinstep.worker.embedding.sparsecore.device import rules, stored
+from twinstep.worker.embedding.sparsecore.device import lines, rules, stored
 from twinstep.worker.embedding.sparsecore.device import update as portable
 from twinstep.worker.embedding.sparsecore.device.entries import Csr
 from twinstep.worker.embedding.sparsecore.optimizers import (
@@ -97,7 +97,7 @@ def update(
         parts = [reader.read(each, stack, minibatches) for each in buffers]
         entries = parts[0] if len(parts) == 1 else reader.join(parts, stack)
         found, _ = portable.row_gradients(gradients, entries, stack, axis=axis, capacity=capacity)
-        return portable.apply(state, found, stack, step=step, axis=axis)
+        return portable.apply(state, found, stack, step=step, axis=axis, access=lines)
     operands = _stored_ids(buffers[0], stack)
     gradients = _spread(gradients, stack)
     if minibatches is not None:

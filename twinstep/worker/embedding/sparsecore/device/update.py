@@ -8,6 +8,7 @@ Shapes as in `entries`; Q = N·S·C rows that a device may be told of.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +75,14 @@ def _merged(rows: jax.Array, sums: jax.Array, nowhere: int) -> RowGradients:
 
 
 def apply(
-    state: State, found: RowGradients, stack: Stack, *, step: jax.Array, axis: str, refuse: jax.Array | None = None
+    state: State,
+    found: RowGradients,
+    stack: Stack,
+    *,
+    step: jax.Array,
+    axis: str,
+    refuse: jax.Array | None = None,
+    access: ModuleType = stored,
 ) -> State:
     """Return (table, *slots) with the optimizer's step made on the rows of `found`.
 
@@ -85,6 +93,7 @@ def apply(
         step: 0-d int32, from 0.
         axis: the mesh axis that devices are along.
         refuse: 0-d bool; true: no row is changed.
+        access: `take` and `put` for rows of a part: `stored`, or on a TPU `lines`.
     """
     optimizer = stack.optimizer
     assert isinstance(optimizer, RowOptimizer), "the engine checked it"  # noqa: S101
@@ -94,11 +103,11 @@ def apply(
     if refuse is not None:
         rows = jnp.where(refuse, stack.cores.per_device * stack.rows_per_shard + jnp.arange(len(rows)), rows)
     # `take` reads zeros where there is no row: what is computed there is dropped again, but must not trap.
-    weights, *slots = (stored.take(each, rows, stack) for each in state)
+    weights, *slots = (access.take(each, rows, stack) for each in state)
     new, kept = rules.updated(
         optimizer, sums, weights, tuple(slots), rules.step_numbers(optimizer, step), _widths(rows, stack)
     )
-    return tuple(stored.put(old, rows, value, stack) for old, value in zip(state, (new, *kept), strict=True))
+    return tuple(access.put(old, rows, value, stack) for old, value in zip(state, (new, *kept), strict=True))
 
 
 def _tables_of(rows: jax.Array, stack: Stack) -> jax.Array:
