@@ -29,6 +29,7 @@ from torch.amp import grad_scaler
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from twinstep.spec.errors import CaptureError, TwinstepError
@@ -212,7 +213,7 @@ class _FlatStep:
             no_slots = self.state.gradients is None
             markers = put_markers(swapped.optimized()) if no_slots and not self.from_none else []
             self.gradients.watch([slot.name for slot in self.state.slots], swapped.parameters)
-            with torch.set_grad_enabled(True), self.lines, python_as_it_was(model):
+            with torch.set_grad_enabled(True), self.lines, _Functions(self.lines), python_as_it_was(model):
                 result = self._step(model, given) if optimizer is None else self._step(model, optimizer, given)
             self.outputs, flat = _split_outputs(result)
             self.leaves_none = all(parameter.grad is None for parameter in swapped.optimized())
@@ -321,12 +322,26 @@ def _split_outputs(result: Any) -> tuple[OutputTree, list[Tensor]]:
     return OutputTree(spec, tuple(constants)), tensors
 
 
+class _Functions(TorchFunctionMode):
+    """Tells `_UserLines` of functions that check ids in eager PyTorch, and are traced as ops that do not."""
+
+    def __init__(self, lines: _UserLines) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.one_hot:
+            return func(*args, **(kwargs or {}))
+        with self._lines.within("one_hot"):
+            return func(*args, **(kwargs or {}))
+
+
 class _UserLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Knows the user's line of what a graph cannot hold; the trace itself keeps no lines.
 
     A shape that depends on data, a sparse tensor, a generator of the step's own: refused where they arise. Where a
-    number is read out of a tensor is noted, since an optimizer may do so and be helped by a pass; and the place of each
-    op, for a lowering that fails.
+    number is read out of a tensor is noted, since an optimizer may do so and be helped by a pass; and each op's place
+    and name, for a lowering that fails and for ids that name no row.
     """
 
     def __init__(self) -> None:
@@ -334,6 +349,8 @@ class _UserLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.made: list[Tensor] = []
         """Tensors that the step makes of Python values."""
         self._reads: list[str] = []
+        self._within = ""
+        """Name of a function whose ops say nothing of what it is."""
         self._refused: CaptureError | None = None
 
     def __exit__(self, *error: Any) -> None:
@@ -351,7 +368,7 @@ class _UserLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"the step draws from a torch.Generator of its own ({func})",
                 remedy="draw from torch's default generator, seeded with torch.manual_seed before the first step",
             )
-        with fx_traceback.annotate({"place": _place_here()}):
+        with fx_traceback.annotate({"place": _place_here(), "by": self._within or func.overloadpacket.__name__}):
             result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, Tensor) and each.layout is not torch.strided:
@@ -365,6 +382,15 @@ class _UserLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     remedy="keep shapes fixed: torch.where with a mask instead of indexing by it, padding, buckets",
                 )
         return result
+
+    @contextlib.contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Note ops as those of a function."""
+        self._within = name
+        try:
+            yield
+        finally:
+            self._within = ""
 
     def _refuse(self, problem: str, *, remedy: str) -> None:
         self._refused = CaptureError(f"{problem}{_users_place(traceback.extract_stack())}", remedy=remedy)

@@ -7,7 +7,6 @@ user's own classes; it is unpickled only after the store has checked owner and s
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from twinstep.worker.compile.accumulation import Left
-from twinstep.worker.compile.lookups import Lookup, lookups
+from twinstep.worker.compile.guards import Guard, guard
 from twinstep.worker.compile.program import Program
 from twinstep.worker.compile.structure import OutputTree
 
@@ -38,8 +37,8 @@ class Kept:
     nodes: int
     """Nodes of the captured graph."""
     constants: tuple[Tensor, ...]
-    lookups: tuple[Lookup, ...]
-    """Lookups by ids of the batch, whose range can be checked before a step and named after it failed."""
+    guard: Guard
+    """How ids are checked before a step, and named after it failed."""
     paths: tuple[str | None, ...]
     """Where each constant is found that the step reads from elsewhere; None: the step made it."""
     from_none: bool
@@ -49,13 +48,17 @@ class Kept:
 
     @classmethod
     def of(cls, captured: Captured, reached: Mapping[str, Tensor]) -> Kept:
-        """Return what is kept of a captured step; `reached` are the tensors its code can reach, by path."""
+        """Return what is kept of a captured step; `reached` are the tensors its code can reach, by path.
+
+        Raises:
+            CompileError: XLA would take other rows in silence for ids that nothing bounds.
+        """
         paths = {_place(tensor): path for path, tensor in reached.items()}
         return cls(
             captured.outputs,
             len(captured.graph.graph.nodes),
             captured.constants,
-            lookups(captured.graph, captured.num_state + captured.num_rates, captured.num_batch),
+            guard(captured),
             tuple(
                 paths.get(_place(each), "") if index in captured.live else None
                 for index, each in enumerate(captured.constants)
@@ -97,11 +100,11 @@ def pack(kept: Kept, backend_parts: Mapping[str, bytes]) -> dict[str, bytes] | N
         if path is None:
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             parts[f"constant/{index}"] = flat.view(torch.uint8).numpy().tobytes()
+    parts["guard"] = pickle.dumps(kept.guard)
     parts["step"] = json.dumps(
         {
             "nodes": kept.nodes,
             "constants": described,
-            "lookups": [dataclasses.astuple(each) for each in kept.lookups],
             "from_none": kept.from_none,
             "left": kept.left,
         }
@@ -128,7 +131,7 @@ def unpack(parts: Mapping[str, bytes], reached: Mapping[str, Tensor]) -> tuple[K
         outputs=OutputTree(_put_together(tree), leaves),
         nodes=step["nodes"],
         constants=tuple(constants),
-        lookups=tuple(Lookup(*each) for each in step["lookups"]),
+        guard=pickle.loads(parts["guard"]),  # noqa: S301  as above
         paths=tuple(path for path, *_ in step["constants"]),
         from_none=step["from_none"],
         left=tuple(step["left"]),

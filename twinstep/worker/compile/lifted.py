@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +25,8 @@ class Lifted:
 
     state: TrainState
     backend: Backend
+    written: set[int] = field(default_factory=set)
+    """Slots of integers that some program writes: what ids are made of may have moved since the last pull."""
 
     @classmethod
     def of(

@@ -63,6 +63,9 @@ class Backend(Protocol):
 
     def push(self) -> None: ...
 
+    def value(self, slot: int) -> Tensor:
+        """Return a tensor of the state as the last step left it, on the host with XLA; waits for that step."""
+
     def leave_gradients(self, left: Left) -> None:
         """Set what a step left in `.grad`."""
 

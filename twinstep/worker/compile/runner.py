@@ -11,6 +11,7 @@ from torch import nn
 
 from twinstep.spec.errors import CompileError
 from twinstep.worker.compile.annotate import Spread
+from twinstep.worker.compile.guards import Guarding
 from twinstep.worker.compile.inputs import check_devices, check_finite, device_of, is_plain
 from twinstep.worker.compile.inspection import Capture, Inspectable
 from twinstep.worker.compile.interrupt import uninterrupted
@@ -21,7 +22,6 @@ from twinstep.worker.compile.key import (
     tensor_info,
 )
 from twinstep.worker.compile.lifted import Lifted
-from twinstep.worker.compile.lookups import explain
 from twinstep.worker.compile.program import Collect
 from twinstep.worker.compile.standing import batch_info, standing
 from twinstep.worker.compile.structure import OutputTree, Structure, batch_leaves, take_apart
@@ -82,6 +82,7 @@ class Runner(Inspectable):
         self._kept = made.kept
         self._captured = made.captured
         self._lifted = lifted
+        self._guarding = Guarding(made.kept.guard, made.kept.constants, lifted, [path for path, _, _ in key.batch])
         self._model = model
         self._capture_again = capture_again
         self._with_gradients = with_gradients
@@ -166,13 +167,10 @@ class Runner(Inspectable):
             check_finite(batch)
         # Programs are made for one layout of memory.
         leaves = [leaf.detach().contiguous() for leaf in leaves[: len(leaves) - self.given]]
-        paths = [path for path, _, _ in self.key.batch]
-        if self._lifted.backend.wraps_indices:
-            for lookup in self._kept.lookups:
-                lookup.check(paths[lookup.leaf], leaves[lookup.leaf])
+        self._guarding.check(leaves)
 
         def told(error: Exception) -> None:
-            explain(error, self._kept.lookups, paths, leaves)
+            self._guarding.explain(error, leaves)
 
         try:
             with uninterrupted():

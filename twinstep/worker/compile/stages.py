@@ -158,7 +158,7 @@ def fill_stages(graph: fx.GraphModule) -> None:
             noted = {name: value for name, value in noted.items() if name != "gradients"}
 
 
-_NOTES = ("stage", "region", "gradients", "place")
+_NOTES = ("stage", "region", "gradients", "place", "by")
 
 
 def keep_stages(graph: fx.GraphModule) -> None:

@@ -275,8 +275,8 @@ class StepCompiler:
         started = time.perf_counter()
         captured = self._capture(batch, lifted)
         seconds = time.perf_counter() - started
-        program = lifted.backend.lower(captured)
         kept = Kept.of(captured, self._reach.tensors)
+        program = lifted.backend.lower(captured)
         return Made(program, kept, "backend" if program.from_cache else "none", captured, seconds)
 
     def _capture(self, batch: Any, lifted: Lifted, without: frozenset[str] = frozenset()) -> Captured:

@@ -29,7 +29,7 @@ class HSTUPositionalEncoder(nn.Module):
             positions_M: int64, at least 0; those beyond the table share its last row.
             ages_M: int64 seconds from the token to its row's query time; below 0 counts as 0.
         """
-        position = positions_M.clamp(max=self._position_embeddings_weight.shape[0] - 1)
+        position = positions_M.clamp(0, self._position_embeddings_weight.shape[0] - 1)
         bucket = time_bucket(ages_M, self._timestamp_embeddings_weight.shape[0])
         encoded: Tensor = (
             x_MD * self._scale
@@ -59,4 +59,4 @@ def time_bucket(ages: Tensor, rows: int) -> Tensor:
     root = minutes.to(torch.float32).sqrt().to(ages.dtype)
     root = torch.where(root * root > minutes, root - 1, root)
     root = torch.where((root + 1) * (root + 1) <= minutes, root + 1, root)
-    return root.clamp(max=rows - 1)
+    return root.clamp(0, rows - 1)

@@ -151,6 +151,10 @@ class InductorBackend:
     def push(self) -> None:
         """Do nothing: the live tensors are the state."""
 
+    def value(self, slot: int) -> Tensor:
+        """Return a tensor of the state."""
+        return self._state.live()[slot].detach()
+
     def leave_gradients(self, left: Left) -> None:
         """Set what a step left in `.grad`: its tensors were written in place."""
         if self._state.gradients is not None:

@@ -239,6 +239,19 @@ class XlaBackend:
             start = len(self._seen) - len(left)
             self._seen[start:] = [(tensor, tensor._version) for tensor in gradients.live()]
 
+    def value(self, slot: int) -> Tensor:
+        """Return a tensor of the state as the last step left it, or as it was written since."""
+        if not self.arrays:
+            return self._live.live()[slot].detach()
+        self.check_state()
+        self.push_written()
+        tensor = self._live.live()[slot]
+        return (
+            to_torch(self.layout.whole(self.arrays[slot]), tensor.dtype)[: len(tensor)]
+            if tensor.dim()
+            else (to_torch(self.layout.whole(self.arrays[slot]), tensor.dtype))
+        )
+
     def take_up(self) -> None:
         """Become the holder of the state of model and optimizers: another brings back what it has."""
         if not self.holds:
