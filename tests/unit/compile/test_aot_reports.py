@@ -133,6 +133,21 @@ def test_a_loops_body_becomes_a_program_that_xla_can_analyse() -> None:
     assert {each.kind: each.count for each in part.collectives()} == {"all-reduce": 1}
 
 
+def test_what_hosts_send_between_slices_is_counted_with_its_bytes() -> None:
+    text = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (p: f32[1,128]) -> f32[1,128] {
+  %p = f32[1,128]{1,0:T(1,128)} parameter(0)
+  %t = token[] after-all()
+  %send = (f32[1,128]{1,0:T(1,128)}, u32[], token[]) send(%p, %t), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %callback = (f32[8]{0:T(128)}, u32[], token[]) send(%p, %t), channel_id=3, is_host_transfer=true
+  ROOT %out = f32[1,128]{1,0:T(1,128)} copy(%p)
+}
+"""  # noqa: E501
+    (found,) = parse_hlo(text).collectives()
+    assert (found.kind, found.count, found.bytes) == ("between-slices", 1, 512)
+
+
 def test_a_text_that_is_no_program_is_refused() -> None:
     with pytest.raises(ValueError, match="no entry"):
         parse_hlo("nothing")

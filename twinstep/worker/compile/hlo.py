@@ -14,6 +14,9 @@ _BYTES = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2,
     "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16,
 }  # fmt: skip
+BETWEEN_SLICES = "between-slices"
+"""What XLA makes of a collective's part over the data-centre network: hosts send for their devices."""
+_BY_HOSTS = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 
 _ARRAY = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([0-9,]*)\]")
@@ -30,7 +33,7 @@ class Collective:
     """All collectives of one kind that a step runs."""
 
     kind: str
-    """all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute or ragged-all-to-all."""
+    """all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute, ragged-all-to-all or between-slices."""
     count: int
     """How many run in one step."""
     bytes: int
@@ -129,6 +132,8 @@ def _read(line: str, computation: Computation, computations: dict[str, Computati
     kind = op.removesuffix("-start")
     if kind in COLLECTIVES:
         computation.collectives.append((kind, _result_bytes(shape, started=op.endswith("-start"), kind=kind)))
+    elif op == "send" and _BY_HOSTS in line:
+        computation.collectives.append((BETWEEN_SLICES, array_bytes(*_ARRAY.findall(shape)[0])))
     elif op == "while":
         called = dict(re.findall(r"\b(body|condition)=(%[\w.\-]+)", line))
         trips = _trips(line, computations.get(called["condition"], Computation()))
