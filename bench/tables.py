@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.variants import BATCHES, Variant
+from bench.variants import BATCHES, Variant, give_back, reset_peak, status
 from twinstep.worker.data.batch import Batch
 from twinstep.worker.embedding.collection import EmbeddingTable
 
@@ -55,11 +55,23 @@ class TableVariant(Variant):
             batches = [spread(batch, rows, seed=number) for number, batch in enumerate(batches)]
         self._batches = itertools.cycle(batches)
 
-    def first(self) -> float:
-        """Run the first step, which compiles, and note the memory that is held between steps, in MiB, as `held`."""
-        seconds = super().first()
-        self._note("held", "VmRSS")
-        return seconds
+    def beyond_state(self, rounds: int) -> list[float]:
+        """Return of each round of two steps the peak of resident memory less what was held before it, in MiB.
+
+        Nothing where the system does not tell.
+        """
+        found = []
+        for _ in range(rounds):
+            give_back()
+            held = status("VmRSS")
+            if not reset_peak():
+                return []
+            self.steps(2)
+            peak = status("VmHWM")
+            if held is None or peak is None:
+                return []
+            found.append((peak - held) / 1024)
+        return found
 
 
 def spread(batch: Batch, rows: int, *, seed: int) -> Batch:

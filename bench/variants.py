@@ -51,8 +51,7 @@ class Variant:
         seconds, _ = self._timed(1)
         self._note("compile", "VmHWM")
         # What compiling left behind goes back to the system, or it would stand for the steps' own memory.
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        give_back()
         self._watched = reset_peak()
         return seconds
 
@@ -98,6 +97,12 @@ def torch_compile_step(subject: Subject) -> Callable[[Batch], Any]:
         return output
 
     return step
+
+
+def give_back() -> None:
+    """Give what is free in this process back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def status(field: str) -> int | None:
