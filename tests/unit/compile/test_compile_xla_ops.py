@@ -24,6 +24,7 @@ def heads(x: Tensor) -> Tensor:
 
 KERNEL = torch.linspace(-0.3, 0.4, 54).reshape(3, 2, 3, 3)
 BIAS = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
+IDS = torch.tensor([2, 0, 2, 3, 1, 1, 0, 3])
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu, selu, softshrink": lambda x: F.elu(x, 0.7) + F.selu(x) + F.softshrink(x, 0.3),
@@ -32,6 +33,25 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "conv2d": lambda x: F.conv2d(image(x), KERNEL, torch.ones(3), stride=2, padding=1, dilation=1),
     "conv2d in groups": lambda x: F.conv2d(image(x), KERNEL[:2, :1], groups=2, dilation=(1, 1)),
     "conv1d": lambda x: F.conv1d(x.reshape(2, 4, 8), torch.linspace(-1, 1, 24).reshape(2, 4, 3), dilation=2),
+    "conv_transpose1d": lambda x: F.conv_transpose1d(
+        x.reshape(2, 4, 8), torch.linspace(-1, 1, 24).reshape(4, 2, 3), torch.ones(2), stride=2, output_padding=1
+    ),
+    "conv_transpose2d in groups": lambda x: F.conv_transpose2d(
+        image(x), KERNEL[:2, :2], stride=(2, 1), padding=(1, 2), groups=2, dilation=(1, 2)
+    ),
+    "conv_transpose2d's kernel": lambda x: F.conv_transpose2d(
+        torch.linspace(-1, 1, 36).reshape(1, 4, 3, 3), x.reshape(4, 4, 2, 2), stride=3, padding=1, output_padding=(1, 2)
+    ),
+    "weight_norm": lambda x: torch._weight_norm(x.reshape(4, 2, 8), torch.linspace(1, 2, 4).reshape(4, 1, 1), 0),
+    "weight_norm of columns": lambda x: torch._weight_norm(x.detach() + 1, x[:1], 1),
+    "bags by maximum": lambda x: F.embedding_bag(IDS, x, torch.tensor([0, 3, 3, 5]), mode="max"),
+    "bags by maximum, padded": lambda x: F.embedding_bag(
+        IDS, x, torch.tensor([0, 2, 4, 8]), mode="max", include_last_offset=True, padding_idx=1
+    ),
+    "bags by maximum, equal rows": lambda x: F.embedding_bag(IDS.reshape(2, 4), x - x.detach(), mode="max"),
+    "bags with weights": lambda x: F.embedding_bag(
+        IDS, x, torch.tensor([0, 3, 3, 5]), mode="sum", per_sample_weights=torch.linspace(-1, 1, 8)
+    ),
     "avg_pool2d": lambda x: F.avg_pool2d(image(x), 3, stride=2, padding=1, count_include_pad=False),
     "avg_pool2d, padded": lambda x: F.avg_pool2d(image(x), (2, 3), padding=(1, 1)),
     "max_pool2d": lambda x: F.max_pool2d(image(x), 3, stride=2, padding=1),

@@ -1,7 +1,8 @@
 """Embedding bags as plain lookups and sums, a decomposition: XLA has no op for them, and lookups are what passes know.
 
 A bag is a run of ids that `offsets` cut out of one list; its result is the sum or the mean of its rows, those of
-`padding_idx` left out (torch.nn.EmbeddingBag). Bags by maximum, and gradients scaled by frequency, stay as they are.
+`padding_idx` left out (torch.nn.EmbeddingBag). Bags by maximum stay as they are (`xla_bags.py`), and so do gradients
+scaled by frequency.
 """
 
 # Shapes: n ids, B bags, D a row's width.

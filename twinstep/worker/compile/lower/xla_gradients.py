@@ -1,7 +1,7 @@
 """Ops, gradients mostly, that torchax lacks: written on JAX arrays, one table, each held to eager PyTorch by a test.
 
 A gradient is JAX's own of the forward op written here, so the two cannot disagree. What a case is not written for
-(transposed convolution, dropout inside attention) is a CompileError.
+(pooling with ceil_mode, dropout inside attention) is a CompileError.
 
 # Shapes: N samples, C channels, H × W pixels; B batch, H heads, L queries, S keys, E width in attention.
 """
@@ -67,10 +67,9 @@ def _convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:
-    if transposed:
-        raise _unwritten("the gradient of a transposed convolution")
-
     def forward(x: jax.Array, weight: jax.Array) -> jax.Array:
+        if transposed:
+            return _transposed_convolution(x, weight, stride, padding, dilation, output_padding, groups)
         return jax.lax.conv_general_dilated(
             x,
             weight,
@@ -84,6 +83,54 @@ def _convolution_backward(
     of_x, of_weight = back(grad)
     of_bias = grad.sum((0, *range(2, grad.ndim)))
     return tuple(each if wanted else None for each, wanted in zip((of_x, of_weight, of_bias), output_mask, strict=True))
+
+
+def _transposed_convolution(
+    x: jax.Array,
+    weight: jax.Array,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+) -> jax.Array:
+    """A convolution whose input has zeros between its pixels (torch.nn.ConvTranspose2d); kernels are turned around.
+
+    Args:
+        x: [N, C_in, *pixels].
+        weight: [C_in, C_out / groups, *kernel].
+        stride: one number, or one for each dimension of the pixels; so are the next three.
+    """
+    count = x.ndim - 2
+    step, edge, apart, more = (
+        tuple(each) * (count // len(each)) for each in (stride, padding, dilation, output_padding)
+    )
+    kernel = weight.shape[2:]
+    flipped = jnp.flip(weight, tuple(range(2, weight.ndim)))
+    grouped = flipped.reshape(groups, weight.shape[0] // groups, *flipped.shape[1:]).swapaxes(1, 2)
+    reach = [gap * (size - 1) - cut for gap, size, cut in zip(apart, kernel, edge, strict=True)]
+    return jax.lax.conv_general_dilated(
+        x,
+        grouped.reshape(-1, *grouped.shape[2:]),
+        (1,) * count,
+        [(each, each + extra) for each, extra in zip(reach, more, strict=True)],
+        lhs_dilation=step,
+        rhs_dilation=apart,
+        feature_group_count=groups,
+    )
+
+
+def _weight_norm_backward(
+    grad: jax.Array, v: jax.Array, g: jax.Array, norms: jax.Array, dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return gradients of v and g in w = v · g / ‖v‖, norms over all dimensions but `dim` (arXiv:1602.07868)."""
+    others = tuple(each for each in range(v.ndim) if each != dim % v.ndim)
+
+    def forward(v: jax.Array, g: jax.Array) -> jax.Array:
+        return v * (g / jnp.sqrt((v * v).sum(others, keepdims=True)))
+
+    _, back = jax.vjp(forward, v, g)
+    return back(grad)  # type: ignore[no-any-return]
 
 
 def _avg_pool2d_backward(
@@ -235,6 +282,7 @@ OPS: dict[Any, Callable[..., Any]] = {
     aten.logcumsumexp.default: _logcumsumexp,
     aten.searchsorted.Tensor: _searchsorted,
     aten.convolution_backward.default: _convolution_backward,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten.avg_pool2d_backward.default: _avg_pool2d_backward,
     aten.max_pool2d_with_indices_backward.default: _max_pool2d_backward,
     aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_pool2d_backward,

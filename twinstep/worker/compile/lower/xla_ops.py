@@ -17,7 +17,7 @@ from torchax.ops.mappings import t2j_dtype
 from torchax.ops.ops_registry import all_aten_ops
 
 from twinstep.spec.errors import CompileError
-from twinstep.worker.compile.lower import xla_attention, xla_gradients, xla_rows
+from twinstep.worker.compile.lower import xla_attention, xla_bags, xla_gradients, xla_rows
 from twinstep.worker.compile.lower.xla_loops import Loops
 from twinstep.worker.compile.stages import place
 from twinstep.worker.ops.barrier import BARRIER
@@ -48,6 +48,7 @@ def _barrier(values: list[jax.Array]) -> list[jax.Array]:
 
 
 OWN_OPS: dict[Any, Callable[..., Any]] = {
+    **xla_bags.OPS,
     **xla_gradients.OPS,
     aten._to_copy.default: _to_copy,
     aten.alias.default: lambda x: x,
