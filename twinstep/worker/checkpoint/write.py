@@ -23,7 +23,7 @@ from twinstep.worker.checkpoint.manifest import (
 )
 from twinstep.worker.checkpoint.place import Place
 
-WRITERS = 2  # threads: one counts checksums while the other waits for the disk
+WRITERS = 4  # threads: some count checksums while others wait for the disk, which takes several writes at once
 
 
 class Written(NamedTuple):
