@@ -123,7 +123,7 @@ def ls(
         print(f"no {state.value + ' ' if state else ''}jobs{where}; `twinstep submit SPEC` adds one", file=sys.stderr)
         return 0
     numbers = ("step", "examples/s", "compile s", "AUC")
-    table = plain_table("id", "name", "backend", "state", *numbers, "age", right=numbers)
+    table = plain_table("id", "name", "model", "backend", "state", *numbers, "age", right=numbers)
     from rich.text import Text
 
     for job in jobs:
@@ -131,6 +131,7 @@ def ls(
         table.add_row(
             job["id"],
             one_line(job["name"], width=40),
+            model_of(job),
             one_line(job.get("backend", "")),
             Text(job["state"], style=STATE_STYLES.get(job["state"], "")),
             steps(progress),
@@ -174,6 +175,7 @@ def show_job(job: Mapping[str, Any], run: Mapping[str, Any], *, page: str) -> No
     rows: list[tuple[str, Any]] = [
         ("job", job["id"]),
         ("name", one_line(job["name"])),
+        ("model", model_of(job)),
         ("state", state),
         ("run", f"{job['run_id']} (attempt {job['attempt']})"),
         ("submitted", clock(job["created_at"])),
@@ -190,6 +192,11 @@ def show_job(job: Mapping[str, Any], run: Mapping[str, Any], *, page: str) -> No
     if job.get("summary"):
         screen.print()
         screen.print(summary_table(job["summary"]))
+
+
+def model_of(job: Mapping[str, Any]) -> str:
+    """Return what a job trains: the factory of a user's own module, else the kind; an older control plane says less."""
+    return one_line(job.get("factory") or job.get("model") or DASH, width=40)
 
 
 def _waits(job: Mapping[str, Any]) -> str:

@@ -49,6 +49,20 @@ def test_the_age_of_a_job_counts_from_its_submit(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.splitlines()[1].endswith("  5 h")
 
 
+def test_the_model_of_a_job_is_its_kind_or_the_factory_of_a_module_of_ones_own(
+    answers: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more, said in (
+        ({"model": "dlrm"}, "dlrm"),
+        ({"model": "module", "factory": "mine.ranker:build"}, "mine.ranker:build"),
+    ):
+        answers["/v1/jobs/job-1"].update(more)
+        assert run(["ls"]) == 0
+        assert f" {said} " in capsys.readouterr().out
+        assert run(["get", "job-1"]) == 0
+        assert re.search(rf"^model +{re.escape(said)} *$", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_a_project_that_is_not_there_is_named_with_those_that_are(
     answers: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

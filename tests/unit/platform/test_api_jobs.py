@@ -98,7 +98,11 @@ def test_a_job_is_read_by_its_name_and_changed_by_its_id_alone(live) -> None:
         assert answer.status_code == 200
     for verb in ("cancel", "retry", "suspend", "resume", "resize"):
         body = {"batch_size": 1} if verb == "resize" else {}
-        assert live.http.post(f"/v1/jobs/twins/{verb}", json=body).status_code == 404
+        told = live.http.post(f"/v1/jobs/twins/{verb}", json=body)
+        assert told.status_code == 404
+        assert "takes its id" in told.json()["detail"], told.text
+        assert newer["id"] in told.text
+        assert older["id"] not in told.text
     assert live.job(newer["id"])["cancel_requested_at"] is None
     shaped = live.submit("job-" + "0" * 14)  # a name that could be an id is taken for one
     assert live.http.get(f"/v1/jobs/{shaped['name']}").status_code == 404

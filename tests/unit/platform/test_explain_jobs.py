@@ -126,9 +126,24 @@ def test_a_cancelled_job_says_so_once_and_how_to_run_it_again() -> None:
     cancelled = job(RunState.CANCELLED, "cancelled")
     found = explain(cancelled)
     assert (found.cause, found.text) == ("cancelled", "The job was cancelled.")
-    assert found.next_step == f"twinstep retry {cancelled.id} runs it again"
+    assert found.next_step == (
+        f"twinstep retry {cancelled.id} runs it again, from the beginning: it has saved no checkpoint"
+    )
+    saved = explain(cancelled, saved=400)
+    assert saved.next_step == f"twinstep retry {cancelled.id} runs it again, from its checkpoint of step 400"
     killed = explain(job(RunState.CANCELLED, "cancelled; killed 10 s after it was asked to stop"))
     assert "killed 10 s after" in killed.text
+
+
+def test_a_job_says_from_which_checkpoint_it_would_go_on_or_does() -> None:
+    failed = job(RunState.FAILED, "its worker ended with exit code 1")
+    assert "twinstep retry" not in explain(failed).text
+    again = " Tried again (twinstep retry job-1), it goes on from its checkpoint of step 400."
+    assert explain(failed, saved=400).text.endswith(again)
+    waits = job(RunState.QUEUED, "waits for 2 runs ahead", attempt=2)
+    assert explain(waits, saved=400).text.endswith(" Attempt 2 goes on from its checkpoint of step 400.")
+    assert explain(waits).text.endswith(" Attempt 2 goes on from the beginning: it has saved no checkpoint.")
+    assert "goes on" not in explain(job(RunState.QUEUED, "waits for 2 runs ahead", attempt=1), saved=400).text
 
 
 def test_the_api_explains_a_job(live) -> None:

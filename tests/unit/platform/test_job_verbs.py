@@ -27,6 +27,7 @@ from twinstep.platform.store.store import Store
 from twinstep.platform.store.tables import JobRow
 from twinstep.spec.errors import ConflictError, NotFoundError, SpecError, TwinstepError
 from twinstep.spec.parse import validate_spec
+from twinstep.spec.report import EventRecord
 from twinstep.spec.states import FINAL, LIVE, RunState
 
 S = RunState
@@ -136,6 +137,25 @@ def test_a_job_that_failed_is_tried_again_and_is_as_its_newest_run_is(plane: Pla
     assert plane.state(job) is S.RUNNING
     assert plane.cluster.made == [job.run_id, again.run_id]
     assert plane.service.list_runs(job.id)[0].state is S.FAILED
+
+
+def test_a_further_run_says_from_which_checkpoint_it_goes_on(plane: Plane) -> None:
+    job = plane.running()
+    plane.cluster.ends(job.run_id, "Failed", reason="FailedJobs")
+    plane.passes(1)
+    again, _ = plane.verbs.retry(job.id, actor="ada")
+    assert again.reason.startswith("retried by ada, from the beginning: it has saved no checkpoint; ")
+    for seq, step in enumerate((100, 200), start=1):
+        saved = EventRecord(seq=seq, time=1.0, name="checkpoint_saved", reason="is whole", data={"step": step})
+        plane.store.ingest(again.run_id, [saved])
+    assert plane.store.saved_step(job.id) == 200
+    plane.passes()
+    plane.cluster.ends(again.run_id, "Failed", reason="FailedJobs")
+    plane.passes(1)
+    assert "it goes on from its checkpoint of step 200" in plane.service.explain_job(job.id).text
+    third, _ = plane.verbs.resume(job.id, actor="ada")
+    assert third.reason.startswith("resumed by ada, going on from attempt 2, from its checkpoint of step 200; ")
+    assert plane.service.explain_job(job.id).text.endswith(" Attempt 3 goes on from its checkpoint of step 200.")
 
 
 def test_a_suspended_run_gives_its_nodes_back_and_goes_on_when_it_may(plane: Plane) -> None:

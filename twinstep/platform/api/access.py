@@ -169,8 +169,16 @@ async def authorize(request: Request) -> None:
 
 
 def _job_meant(service: Service, principal: Principal, permission: Permission, named: str, *, by_name: bool) -> str:
-    """Return the id of the job that a path names, for its route to see, or raise what `check_job` does."""
-    job_id = service.id_of(named, principal.projects()) if by_name else named
+    """Return the id of the job that a path names, for its route to see, or raise what `check_job` does.
+
+    Where a name will not do, and a job that they may see has it, the error says its id.
+    """
+    job_id = service.id_of(named, principal.projects())
+    if job_id != named and not by_name:
+        raise NotFoundError(
+            f"there is no job of the id {named!r}: what changes a job takes its id, since a name may be another job's",
+            remedy=f"the newest job of that name is {job_id}: send it there",
+        )
     service.accounts.check_job(principal, permission, job_id)
     return job_id
 

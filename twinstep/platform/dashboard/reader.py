@@ -349,7 +349,7 @@ class Reader:
             state=job.state.value,
             reason=job.reason,
             machine=job.machine,
-            model=job.model,
+            model=job.factory or job.model,
             dataset=job.dataset,
             attempt=job.attempt,
             backend=job.backend,

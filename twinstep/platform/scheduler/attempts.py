@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import Field, StrictInt
 
 from twinstep.platform.scheduler.cluster.causes import held_back
+from twinstep.platform.scheduler.explain import goes_on_from
 from twinstep.platform.scheduler.runnable import check_runnable
 from twinstep.platform.settings import Settings
 from twinstep.platform.store.attempts import Attempts, NewAttempt
@@ -87,7 +88,7 @@ class Verbs:
             )
         self._not_succeeded(job, "retry")
         warnings = self._runs_here(job)
-        says = ", from its last checkpoint"
+        says = ", " + goes_on_from(self._store.saved_step(job.id))
         return NewAttempt(verb="retried", after=run.id, version=run.version, says=says, warnings=warnings)
 
     def _runs_here(self, job: JobDetail) -> tuple[str, ...]:
@@ -123,7 +124,7 @@ class Verbs:
             after=run.id,
             version=run.version,
             resumed_from=run.id,
-            says=f", going on from attempt {run.attempt}",
+            says=f", going on from attempt {run.attempt}, " + goes_on_from(self._store.saved_step(job.id)),
         )
 
     def suspend(self, job_id: str, *, actor: str) -> JobDetail:

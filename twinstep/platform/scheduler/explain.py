@@ -119,9 +119,15 @@ SIGNATURES: tuple[Signature, ...] = (
 """The most telling first: a process that lost its peers is told of after what may have killed them."""
 
 
+def goes_on_from(saved: int | None) -> str:
+    """Return from where a further run of a job goes on, whose newest checkpoint is of the step `saved`, in words."""
+    return "from the beginning: it has saved no checkpoint" if saved is None else f"from its checkpoint of step {saved}"
+
+
 def explain(
     job: JobDetail,
     *,
+    saved: int | None = None,
     events: Sequence[Event] = (),
     log: Sequence[str] = (),
     diagnosis: Diagnosis | None = None,
@@ -130,6 +136,7 @@ def explain(
     """Return why a job is where it is.
 
     Args:
+        saved: the step of the newest checkpoint that it has told of; None: it has told of none.
         events: the newest ones of its newest run, oldest first.
         log: the last lines of that run's log, oldest first.
         diagnosis: what its cluster says of that run.
@@ -140,9 +147,16 @@ def explain(
         return _said(job, "succeeded", f"the job succeeded after {took}", "")
     if job.state is RunState.CANCELLED:
         why = "" if job.reason in ("", "cancelled") else f": {job.reason}"
-        return _said(job, "cancelled", f"the job was cancelled{why}", f"twinstep retry {job.id} runs it again")
+        return _said(
+            job,
+            "cancelled",
+            f"the job was cancelled{why}",
+            f"twinstep retry {job.id} runs it again, {goes_on_from(saved)}",
+        )
     if job.state is RunState.FAILED:
-        return _failure(job, events, log, diagnosis)
+        failure = _failure(job, events, log, diagnosis)
+        again = "" if saved is None else f" Tried again (twinstep retry {job.id}), it goes on {goes_on_from(saved)}."
+        return failure.model_copy(update={"text": failure.text + again})
     if job.reason.startswith("is tried again: "):
         trouble = job.reason.removeprefix("is tried again: ")
         return _said(job, "trouble", f"the scheduler met an error and goes on trying: {trouble}", "mend what it names")
@@ -151,8 +165,13 @@ def explain(
     if job.state in _NOT_BEGUN and (found := cluster_waits(diagnosis, job.reason)) is not None:
         return _said(job, found.cause, found.text.rstrip(".") + _waited(job, now), found.next_step, _pods(diagnosis))
     if job.state in (RunState.PENDING, RunState.QUEUED):
-        return _waiting(job, _waited(job, now))
-    return _live(job, now)
+        live = _waiting(job, _waited(job, now))
+    else:
+        live = _live(job, now)
+    if job.attempt > 1 and job.progress is None:
+        told = f" Attempt {job.attempt} goes on {goes_on_from(saved)}."
+        live = live.model_copy(update={"text": live.text + told})
+    return live
 
 
 _NOT_BEGUN = (RunState.PENDING, RunState.QUEUED, RunState.STARTING)

@@ -333,7 +333,8 @@ class Service:
         events = self._store.last_events(job_id, job.run_id, limit=EXPLAINED_EVENTS)
         log = self.read_log(job_id, tail=EXPLAINED_LINES).text.splitlines()
         diagnosis = self._store.run(job.run_id).diagnosis
-        return explain(job, events=events, log=log, diagnosis=diagnosis, now=time.time())
+        saved = self._store.saved_step(job_id)
+        return explain(job, saved=saved, events=events, log=log, diagnosis=diagnosis, now=time.time())
 
     def run_dir(self, run_id: str) -> RunDir:
         """Return the directory of a run that the store knows."""

@@ -184,7 +184,7 @@ def _add(connection: Connection, job_id: str, wanted: NewAttempt, *, actor: str)
             spec=wanted.spec or newest.spec,
             resumed_from=wanted.resumed_from,
             state=RunState.PENDING,
-            reason=f"{wanted.verb} by {actor}; the scheduler has not looked at it yet",
+            reason=f"{wanted.verb} by {actor}{wanted.says}; the scheduler has not looked at it yet",
             version=1,
             created_at=now,
             waiting_since=now,

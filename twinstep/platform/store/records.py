@@ -175,6 +175,7 @@ class Job(_Standing):
     """TPU chips or GPUs it asks for; 0 for host processors."""
     queue: str | None = Field(default=None, description="The spec's kubernetes.queue: what admits it in a cluster.")
     model: str = Field(description="The spec's model.kind.")
+    factory: str | None = Field(default=None, description="The spec's model.factory, of a user's own module.")
     dataset: str = Field(description="The spec's data.dataset.")
 
 

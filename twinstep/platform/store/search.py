@@ -103,6 +103,7 @@ def spec_fields(spec: Mapping[str, Any]) -> dict[str, Any]:
         "backend": spec["compile"]["backend"],
         "accelerator": spec["accelerator"]["kind"],
         "model": spec["model"]["kind"],
+        "factory": spec["model"].get("factory"),
         "dataset": spec["data"]["dataset"],
     }
 

@@ -48,6 +48,8 @@ from twinstep.spec.report import Record
 from twinstep.spec.roles import DEFAULT_PROJECT, LOCAL_USER
 from twinstep.spec.states import LIVE, RunState
 
+CHECKPOINT_SAVED = "checkpoint_saved"  # what a worker calls the event
+
 _RUN_FIELDS = [getattr(RunRow, name) for name in Run.model_fields]
 _JOB = select_jobs().where(JobRow.id == bindparam("job_id"))
 
@@ -309,6 +311,13 @@ class Store:
         of_run = (EventRow.job_id == job_id, EventRow.run_id == run_id)
         query = select(EventRow.__table__).where(*of_run).order_by(EventRow.id.desc()).limit(limit)
         return self._events(query)[::-1]
+
+    def saved_step(self, job_id: str) -> int | None:
+        """Return the step of the newest checkpoint that any run of a job has told of; None where none has."""
+        told = (EventRow.job_id == job_id, EventRow.name == CHECKPOINT_SAVED)
+        found = self._events(select(EventRow.__table__).where(*told).order_by(EventRow.id.desc()).limit(1))
+        step = found[0].data.get("step") if found else None
+        return step if isinstance(step, int) else None
 
     def _events(self, query: Select[Any]) -> list[Event]:
         with self._database.read() as connection:
