@@ -90,7 +90,8 @@ class Search:
         self.at = {node: at for at, node in enumerate(self.nodes)}
         outputs: Any = graph.output_node().args[0]
         given = [each for each in outputs[num_state:] if isinstance(each, fx.Node)]
-        self.forward = ancestors(given)
+        # An engine's activations are given their gradients, which are outputs too: nothing of the forward pass.
+        self.forward = set().union(*(found for found in map(ancestors, zip(given)) if not goes_back(found)))
         self.forward |= {user for node in self.forward if is_many(node) for user in node.users}
         self._attention = [node for node in self.nodes if node.target in ATTENTION]
         self._claimed: set[fx.Node] = set()
@@ -187,6 +188,11 @@ class Search:
                 if left.target is aten.permute.default and taken(left.args[0]) and taken(right):
                     found.append(node)
         return tuple(found)
+
+
+def goes_back(nodes: Iterable[fx.Node]) -> bool:
+    """Say whether the gradient of an attention node is among nodes."""
+    return any(node.target is OPERATOR_BACKWARD for node in nodes)
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
