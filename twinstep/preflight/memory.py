@@ -137,8 +137,19 @@ def _activations(spec: JobSpec, shape: DataShape, work: Work, where: Where) -> i
         return FLOAT * lookups  # what it computes of them, nobody knows before it is compiled
     stream = work.tokens * model.transducer_dim
     layers = model.num_layers * _layer_values(spec, model, work, where)
-    ends = work.tokens * 4 * model.hidden_dim + work.candidates * 4 * model.transducer_dim
-    return FLOAT * (lookups + layers + ends + 3 * stream)
+    ends = work.tokens * 4 * model.hidden_dim + work.candidates * 4 * model.transducer_dim + 3 * stream
+    return FLOAT * (lookups + layers + (0 if _ends_are_fused(spec, work, where) else ends))
+
+
+def _ends_are_fused(spec: JobSpec, work: Work, where: Where) -> bool:
+    """Say whether what stands before and after the layers is over, in kernels, when the layers' own values are most.
+
+    Of layers that are one kernel each too little is kept for that. A rule of libtpu's reports, as `_padding` is: a ring
+    of more than four devices keeps about as much again.
+    """
+    few = where.devices <= FEW_DEVICES and spec.embedding.engine == "ring"
+    open_layers = where.kind == "tpu" and attention_is_fused(spec) and not layers_are_fused(spec, work)
+    return open_layers and (few or spec.embedding.engine == "sparsecore")
 
 
 def _layer_values(spec: JobSpec, model: DLRMv3Spec, work: Work, where: Where) -> int:

@@ -104,7 +104,7 @@ TRAPS: dict[str, tuple[str, ...]] = {
     "a recomputed value that the backend merges again": ("test_the_backend_does_not_undo_the_saving",),
     "ids out of range": (
         "test_an_id_that_names_no_row_is_an_error_with_the_leaf_and_changes_nothing",
-        "test_an_id_that_the_step_computes_is_caught_by_the_program_and_changes_nothing_either",
+        "test_a_step_takes_the_ids_that_eager_takes_and_no_others",
         "test_an_id_outside_of_the_table_writes_to_no_row",
     ),
     "gradients that are rounding and nothing else": (

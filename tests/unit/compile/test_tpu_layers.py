@@ -71,13 +71,15 @@ class Stack(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def captured_step(model: nn.Module, *strategies: str) -> Captured:
-    def step(model: nn.Module, optimizer: Any, ids: Tensor) -> Tensor:
+def captured_step(model: nn.Module, *strategies: str, gradients: bool = False) -> Captured:
+    def step(model: nn.Module, optimizer: Any, ids: Tensor) -> Any:
         optimizer.zero_grad()
         loss = model(ids).square().mean()
         loss.backward()
         optimizer.step()
-        return loss
+        return (
+            (loss, [each.grad.clone() for each in model.parameters() if each.grad is not None]) if gradients else loss
+        )
 
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # new state then shows gradients as they are
     ids = torch.randint(50, (B, S), generator=torch.Generator().manual_seed(1))
@@ -115,6 +117,15 @@ def test_a_layer_in_one_kernel_gives_the_numbers_of_its_ops(rule: AttentionRule,
     assert found == layers
     assert count(graph, OPERATOR) == count(graph, OPERATOR_BACKWARD) == 0
     assert count(graph, torch.ops.aten.sigmoid.default) == 0
+    same_numbers(graph, captured)
+
+
+def test_layers_of_a_step_that_gives_gradients_out_are_kernels_too(same_numbers: Any) -> None:
+    """As each step on SparseCores does, whose engine is given those of its activations."""
+    torch.manual_seed(0)
+    captured = captured_step(Stack(rule=AttentionRule(3)), gradients=True)
+    graph, found = fused(captured)
+    assert found == 2
     same_numbers(graph, captured)
 
 

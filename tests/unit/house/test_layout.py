@@ -43,6 +43,14 @@ def test_files_and_functions_stay_short_and_modules_open_with_what_they_do(path:
             assert length <= MAX_FUNCTION, f"{node.name} has {length} lines"
 
 
+def test_no_link_is_tracked() -> None:
+    """One that stands for an ignored folder, an environment say, puts that folder away wherever it is checked out."""
+    found = subprocess.run(["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip("not a git checkout")
+    assert [line for line in found.stdout.splitlines() if line.startswith("120000")] == []
+
+
 def test_nothing_is_named_platform_where_it_would_hide_the_standard_library() -> None:
     clashes = [
         path

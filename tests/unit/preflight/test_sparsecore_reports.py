@@ -37,15 +37,15 @@ HISTORIES: dict[str, Any] = {
     [
         pytest.param(SMALL, "v5p:2x2x1", 912.2, id="dlrm"),
         pytest.param(LARGE, "v5p:2x2x1", 7414.2, id="large-tables"),
-        pytest.param(HISTORIES, "v5p:2x2x1", 382.5, id="row-wise"),
-        pytest.param(HISTORIES, "v6e:2x2", 373.7, id="row-wise, v6e"),
+        pytest.param(HISTORIES, "v5p:2x2x1", 348.3, id="row-wise"),
+        pytest.param(HISTORIES, "v6e:2x2", 340.3, id="row-wise, v6e"),
     ],
 )
 def test_the_model_is_never_under_the_compilers_report_and_little_over(
     spec: dict[str, Any], topology: str, peak: float
 ) -> None:
     told = preflight(Case(name="t", topology=topology, spec=spec).job()).hbm / MIB
-    assert 0 <= told / peak - 1 <= 0.1
+    assert 0 <= told / peak - 1 <= 0.03
 
 
 REPORTS = Path(__file__).parents[3] / "bench/results/tpu"
@@ -60,7 +60,7 @@ def hbm_of(case: tpu_slices.SliceCase) -> dict[str, int]:
 @pytest.mark.parametrize("case", KEPT, ids=lambda case: case.name)
 def test_the_model_is_never_under_a_kept_report_and_over_by_little(case: tpu_slices.SliceCase) -> None:
     peak, rowwise = hbm_of(case)["peak"], case.model == "dlrmv3"
-    least, share = (20 * MIB, 0.14) if rowwise else (66 * MIB, 0.01)
+    least, share = (18 * MIB, 0.04) if rowwise else (66 * MIB, 0.01)
     assert 0 <= preflight(case.job()).hbm - peak <= max(share * peak, least)
 
 

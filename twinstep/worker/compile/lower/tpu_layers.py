@@ -90,8 +90,9 @@ class Search:
         self.at = {node: at for at, node in enumerate(self.nodes)}
         outputs: Any = graph.output_node().args[0]
         given = [each for each in outputs[num_state:] if isinstance(each, fx.Node)]
-        # An engine's activations are given their gradients, which are outputs too: nothing of the forward pass.
-        self.forward = set().union(*(found for found in map(ancestors, zip(given)) if not goes_back(found)))
+        # Gradients are outputs too where a user or an engine asks for them: nothing of the forward pass.
+        back = starts_of_gradients(self.nodes)
+        self.forward = set().union(*(found for found in map(ancestors, zip(given)) if not back & found))
         self.forward |= {user for node in self.forward if is_many(node) for user in node.users}
         self._attention = [node for node in self.nodes if node.target in ATTENTION]
         self._claimed: set[fx.Node] = set()
@@ -190,9 +191,12 @@ class Search:
         return tuple(found)
 
 
-def goes_back(nodes: Iterable[fx.Node]) -> bool:
-    """Say whether the gradient of an attention node is among nodes."""
-    return any(node.target is OPERATOR_BACKWARD for node in nodes)
+def starts_of_gradients(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the gradients of attention nodes, and the ones, of a loss, that those are made of."""
+    found = {node for node in nodes if node.target is OPERATOR_BACKWARD}
+    ones = (aten.full_like.default, aten.ones_like.default)
+    made_of = ancestors([node.all_input_nodes[0] for node in found])
+    return found | {node for node in made_of if node.target in ones and not node.meta["val"].dim()}
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
