@@ -115,6 +115,20 @@ def test_slices_are_replicas_and_each_takes_a_node_pool() -> None:
     assert key not in aware.workload["metadata"]["annotations"]
 
 
+def test_kueue_finds_a_node_pool_for_each_slice_and_not_one_for_all() -> None:
+    def annotations(slices: int) -> dict[str, str]:
+        accelerator = {"kind": "tpu", "generation": "v5p", "topology": "4x4x4", "slices": slices}
+        (job,) = rendered(accelerator, queue="q", topology_aware=True).workload["spec"]["replicatedJobs"]
+        assert job["replicas"] == slices
+        pod = job["template"]["spec"]["template"]["metadata"]["annotations"]
+        assert all(each.startswith("kueue.x-k8s.io/podset-") for each in pod)
+        return {each.removeprefix("kueue.x-k8s.io/podset-"): value for each, value in pod.items()}
+
+    pool = "cloud.google.com/gke-nodepool"
+    assert annotations(1) == {"required-topology": pool}
+    assert annotations(2) == {"slice-required-topology": pool, "slice-size": "16"}
+
+
 def test_a_gpu_job_has_a_head_without_work_and_a_worker_per_node() -> None:
     run = rendered(H100_128)
     cluster = run.workload["spec"]["rayClusterSpec"]

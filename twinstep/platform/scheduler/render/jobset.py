@@ -99,12 +99,26 @@ def _job(spec: JobSpec, accelerator: TpuSpec, shape: SliceShape, context: Render
     return {"metadata": {"labels": dict(context.labels)}, "spec": body}
 
 
+def _placed(shape: SliceShape) -> dict[str, str]:
+    """Return what tells Kueue that each slice wants one node pool.
+
+    To Kueue all replicas are one podset: of several slices it must be told how many pods are one.
+    """
+    pool = "cloud.google.com/gke-nodepool"
+    if shape.slices == 1:
+        return {"kueue.x-k8s.io/podset-required-topology": pool}
+    return {
+        "kueue.x-k8s.io/podset-slice-required-topology": pool,
+        "kueue.x-k8s.io/podset-slice-size": str(shape.hosts_per_slice),
+    }
+
+
 def _pod(spec: JobSpec, accelerator: TpuSpec, shape: SliceShape, context: RenderContext) -> Object:
     kubernetes, tpu = spec.kubernetes, TPUS[accelerator.generation]
     volumes, mounts = pods.volumes(context.spec_map)
     metadata: Object = {"labels": dict(context.labels)}
     if kubernetes.topology_aware:
-        metadata["annotations"] = {"kueue.x-k8s.io/podset-required-topology": "cloud.google.com/gke-nodepool"}
+        metadata["annotations"] = _placed(shape)
     worker = {
         "name": WORKER,
         "image": context.image,
